@@ -91,7 +91,7 @@ def measured(settings: Settings, plan: str, last: int, seconds: float) -> dict[s
     store = Store.open(settings.home, states_bytes=settings.states_bytes)
     try:
         trainer = from_nothing(settings, store)
-        trainer.plan = replace(trainer.plan, **PLANS[plan])
+        trainer.plan = replace(trainer.plan, strength=1.0, **PLANS[plan])
         records = [one for one in store.replay.newest(10_000, 0, None) if len(one.topk_ids) > 1]
         train = [one for one in records if one.id <= last and not is_held_out(one)]
         later = [one for one in records if one.id > last]

@@ -3,12 +3,12 @@
 
     python scripts/bench_mixtures.py --data ../shared/data --out results/mixtures.json
 
-Joint learning with the gate, one update a window, learns from a stream as in `scripts/evidence.py`. When all
-is learned, the held-out prompts' answers are read once for each way of guessing: the routed expert as it
-serves, the shared adapter alone, the draft base, expert and shared adapter multiplied by smaller factors,
-both with the general list beside the expert's own tokens, and means of the probabilities of several of them.
-Given is the share of the target's tokens that is the likeliest one of each. A mean of two would cost a second
-pass of the drafter.
+Joint learning with the gate, one update a window, learns from a stream as in `scripts/evidence.py`, but
+publishes what it learned at full strength. When all is learned, the held-out prompts' answers are read once
+for each way of guessing: the routed expert as it serves, the shared adapter alone, the draft base, expert and
+shared adapter multiplied by smaller factors, both with the general list beside the expert's own tokens, and
+means of the probabilities of several of them. Given is the share of the target's tokens that is the likeliest
+one of each. A mean of two would cost a second pass of the drafter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from evidence import command
-from evidence.arrangements import GATED
+from evidence.arrangements import GATED, at_full_strength
 from evidence.running import Run, Served
 from evidence.tokens import first_guesses, list_of
 
@@ -55,16 +55,16 @@ def mixtures(one: Run, held: Sequence[Served]) -> dict[str, float]:
 
 def _chances(one: Run, domain: str, record: ReplayRecord) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """By way of guessing, the probabilities [T, V] at each token of the answer; and the tokens [T]."""
-    general, usual = one.measure.general, one._serving(domain)
+    general, usual = one.measure.general, one.serving(domain)
     own = list_of(usual, domain, general)
     wide = torch.unique(torch.cat([own, general]))
     weaker = {
         f"expert × {expert}, shared × {shared}": _read(
-            one, _scaled(usual, domain, expert, shared), domain, own, record
+            one, scaled(usual, domain, expert, shared), domain, own, record
         )
         for expert, shared in FACTORS
     }
-    alone = one._serving(SHARED)
+    alone = one.serving(SHARED)
     parts = {
         "expert": _read(one, usual, domain, own, record),
         "shared": _read(one, alone, SHARED, list_of(alone, SHARED, general), record),
@@ -76,7 +76,7 @@ def _chances(one: Run, domain: str, record: ReplayRecord) -> tuple[dict[str, tor
     return {name: each[0] for name, each in {**parts, **weaker}.items()} | means, parts["base"][1]
 
 
-def _scaled(serving: Serving, domain: str, expert: float, shared: float) -> Serving:
+def scaled(serving: Serving, domain: str, expert: float, shared: float) -> Serving:
     """The same adapters, what they add multiplied by these factors."""
     return {
         name: one and _times(one, expert if name == domain and name != SHARED else shared)
@@ -127,7 +127,7 @@ def main() -> None:
     report: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "requests": args.requests}
     for pattern in args.patterns.split(","):
         for seed in range(args.seeds):
-            found = workplace.run(pattern, GATED, seed, mixtures)["at_end"]
+            found = workplace.run(pattern, at_full_strength(GATED), seed, mixtures)["at_end"]
             show(pattern, seed, found)
             report.setdefault(pattern, []).append(found)
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

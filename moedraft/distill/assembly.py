@@ -27,6 +27,7 @@ from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
 TEXT_RATE = 1e-3  # learning rate of an independent draft model's updates
+WHOLE = 1.0  # strength with which what an independent draft model learned is published
 
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
@@ -65,23 +66,24 @@ def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
         lessons = TextLessons(
             TextStudent(draft, scope=settings.adapter_scope, **ranks), settings.update_tokens
         )
-        return kind(lessons, store, _plan(settings, TEXT_RATE, LEADING))
+        return kind(lessons, store, _plan(settings, TEXT_RATE, LEADING, WHOLE))
     target = load_by(settings, "target")
     base = load_base(settings, target, learns=True)
     assert isinstance(base, FeatureBase)
     student = FeatureStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
     kept = kept_in(store.replay, student.base_hash) if settings.states_bytes else None
     states = RecordStates(target, base.hf, kept=kept)
-    plan = _plan(settings, JointPlan.learning_rate, MOST)
+    plan = _plan(settings, JointPlan.learning_rate, MOST, JointPlan.strength)
     return kind(FeatureLessons(student, states), store, plan, target.eos_token_ids)
 
 
-def _plan(settings: Settings, rate: float, kept: Kept) -> JointPlan:
+def _plan(settings: Settings, rate: float, kept: Kept, strength: float) -> JointPlan:
     return JointPlan(
         steps=settings.update_steps,
         learning_rate=settings.learning_rate or rate,
         kind=settings.distill_kind,
         kept=kept,
+        strength=strength,
     )
 
 

@@ -3,6 +3,9 @@
 Steps on a dozen records each move a small adapter to and fro; the average over some dozens of steps guesses
 better than the weights at any one step (Polyak and Juditsky 1992). Training goes on from the weights
 themselves. The averages are part of the optimiser's state, and are kept and dropped with it.
+
+What is published may also be weaker than what was learned, which is a step back towards the draft base, as in
+WiSE-FT (Wortsman et al., arXiv 2109.01903).
 """
 
 from __future__ import annotations
@@ -75,3 +78,16 @@ def averaged(optimisers: Iterable[AveragingAdamW]) -> Iterator[None]:
     finally:
         for optimiser in chosen:
             optimiser.exchange()
+
+
+@contextmanager
+def weakened(factors: Iterable[nn.Parameter], strength: float) -> Iterator[None]:
+    """Use `strength` times these factors B of low-rank terms within the block, where nothing may learn."""
+    whole = [(factor, factor.data) for factor in factors]
+    for factor, data in whole:
+        factor.data = strength * data
+    try:
+        yield
+    finally:
+        for factor, data in whole:
+            factor.data = data

@@ -168,3 +168,9 @@ FURTHER = (
     "joint:wide",
     SERVED,
 )
+
+
+def at_full_strength(name: str) -> Arrangement:
+    """This arrangement, publishing all of what it learned."""
+    one = ARRANGEMENTS[name]
+    return replace(one, plan={**one.plan, "strength": 1.0})

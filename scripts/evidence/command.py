@@ -16,7 +16,7 @@ import torch
 
 from evidence import document, plots
 from evidence.answers import Answers
-from evidence.arrangements import ARRANGEMENTS
+from evidence.arrangements import ARRANGEMENTS, Arrangement
 from evidence.figures import Runs
 from evidence.parts import PARTS, QUICK
 from evidence.prompts import Domain, Query, load_domain, reworded
@@ -108,20 +108,22 @@ class Workplace:
         """Of the target, such as "float32"."""
         return str(self.bench.target.dtype).removeprefix("torch.")
 
-    def run(self, pattern: str, arrangement: str, seed: int, at_end: AtEnd | None = None) -> dict[str, Any]:
+    def run(
+        self, pattern: str, arrangement: str | Arrangement, seed: int, at_end: AtEnd | None = None
+    ) -> dict[str, Any]:
         """at_end: see `running.run`."""
         domains = self.domains_of(pattern)
         stream = traffic(pattern, domains, self.args.requests, seed)
         held = self.held_out(pattern, stream, domains)
         by_router = self.route(stream.registered, [query.prompt for query in stream.queries])
         routed = [query.pinned or name for query, name in zip(stream.queries, by_router, strict=True)]
-        one = ARRANGEMENTS[arrangement]
+        one = arrangement if isinstance(arrangement, Arrangement) else ARRANGEMENTS[arrangement]
         alone = pattern.startswith(ONLY) and isinstance(self.bench.draft, FeatureDraft)
         tell = alone and one.trainer is not None
         found = run(self.bench, one, stream, routed, held, seed, tell_tokens=tell, at_end=at_end)
         words = {
             "pattern": pattern,
-            "arrangement": arrangement,
+            "arrangement": one.name,
             "seed": seed,
             "settings": settings(self.args),
             "precision": self.precision,

@@ -20,7 +20,7 @@ from evidence.answers import TARGET, Answers
 from evidence.arrangements import Arrangement
 from evidence.streams import Traffic
 from moedraft.core import SHARED, Domain, ReplayRecord, UpdateRecord
-from moedraft.distill.assembly import TEXT_RATE
+from moedraft.distill.assembly import TEXT_RATE, WHOLE
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.joint.joint_loop import JointLoop
@@ -89,7 +89,7 @@ class Run:
         steps = max(1, round(plan.steps * arrangement.every))
         usual = JointPlan(steps=steps, rows=plan.rows)
         if isinstance(bench.draft, LanguageModel):
-            usual = replace(usual, learning_rate=TEXT_RATE, kept=LEADING)
+            usual = replace(usual, learning_rate=TEXT_RATE, kept=LEADING, strength=WHOLE)
         given = replace(usual, **arrangement.plan)
         shared = plan.rank * arrangement.shared
         rank = shared + plan.rank if arrangement.alone else plan.rank
@@ -169,7 +169,7 @@ class Run:
 
     def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
         """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
-        serving = self._serving(owner)
+        serving = self.serving(owner)
         known = {} if any(serving.values()) else self.bench.untrained
         missing = [record for record in records if tuple(record.token_ids) not in known]
         counts = self.measure(serving, owner, missing, lambda: None).counts.tolist() if missing else []
@@ -177,7 +177,7 @@ class Run:
         known |= {tuple(record.token_ids): row for record, row in zip(missing, rows, strict=True)}
         return [known[tuple(record.token_ids)] for record in records]
 
-    def _serving(self, owner: str) -> Serving:
+    def serving(self, owner: str) -> Serving:
         """The adapters that draft for this owner now."""
         loaded = {name: self.store.adapters.load_live(name, self.base) for name in {SHARED, owner}}
         if owner in self.store.registry.unadapted():  # the base alone drafts for it
@@ -189,7 +189,7 @@ class Run:
         found: list[tokens.Pair] = []
         for owner in sorted({self.owner(one) for one in served}):
             records = [one.record for one in served if self.owner(one) == owner]
-            found += tokens.pairs(self.trainer, self._serving(owner), owner, records, self.measure.general)
+            found += tokens.pairs(self.trainer, self.serving(owner), owner, records, self.measure.general)
         return tokens.counted(found)
 
 

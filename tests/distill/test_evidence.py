@@ -211,6 +211,25 @@ def test_ways_of_guessing_are_measured_beside_what_serves(bench: Any) -> None:
     assert all(0 <= share <= 1 for share in shares.values())
 
 
+def test_factors_are_measured_on_what_serves(bench: Any) -> None:
+    strength, seen = load_script("bench_strength"), []
+
+    def measured(one: Any, held: Any) -> dict[str, Any]:
+        usual, one.measure = one.measure, lambda *given: seen.append(given[0]) or usual(*given)
+        return strength.by_factor(one, held[:1], [1.0, 0.5])
+
+    found = run(bench, "steady", "joint", at_end=measured)
+    assert found["at_end"].keys() == {"1.0", "0.5"}
+    assert found["at_end"]["1.0"] == found["curve"][-1]["counts"][:1]
+    whole, half = seen
+    assert whole.keys() == half.keys()
+    for name, one in whole.items():
+        for key, tensor in one.tensors.items() if one else ():
+            factor = 0.5 if "lora_B" in key else 1.0
+            torch.testing.assert_close(half[name].tensors[key], factor * tensor)
+    assert any(one is not None for one in whole.values())
+
+
 def test_the_wide_arrangement_has_the_ranks_that_a_server_has_by_default() -> None:
     settings = Settings.model_fields
     assert settings["shared_rank"].default == arrangements.WIDE * settings["adapter_rank"].default

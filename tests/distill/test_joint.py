@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import SHARED, CorruptAdapter, Domain, ReplayRecord
+from moedraft.distill.averages import averaged
 from moedraft.distill.export import export_adapter
 from moedraft.distill.features.feature_batches import DraftVocabulary
 from moedraft.distill.features.feature_lessons import FeatureLessons
@@ -26,6 +27,7 @@ from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.lora.ranks import ALL, Kept
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.drafting.base import FeatureBase
+from moedraft.drafting.experts.adapter import LORA_A, LORA_B, PREFIX
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.experts.modules import adaptable
 from moedraft.feature.model import FeatureDraft
@@ -276,6 +278,37 @@ def test_an_expert_is_published_with_few_directions_and_learns_on_with_all(tmp_p
     again = home.trainer.update()
     assert again is not None
     assert {one.expert: one.parent for one in again.candidates} == {SHARED: 1, "code": 1}
+
+
+def test_what_was_learned_is_published_weaker_and_learned_on_whole(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 16}, replace(PLAN, strength=0.8))
+    update = home.trainer.update()
+    assert update is not None
+    with averaged(home.trainer.optimisers.values()):
+        learned = {
+            name: {module: part.b @ part.a for module, part in home.student.low_ranks(name).items()}
+            for name in ("code", SHARED)
+        }
+    for candidate in update.candidates:
+        home.trainer.published(home.store.adapters.publish(candidate))
+        for module in MODULES[:-1]:  # the output layer's rows are those of a list of tokens
+            a, b = (candidate.tensors[PREFIX + module + key] for key in (LORA_A, LORA_B))
+            torch.testing.assert_close(b @ a, 0.8 * learned[candidate.expert][module], rtol=1e-3, atol=1e-5)
+    student = a_student(home.draft)
+    other = JointTrainer(FeatureLessons(student, home.trainer.lessons.states), home.store, home.trainer.plan)
+    for name in ("code", SHARED):
+        other._follow(name)
+        parts = student.low_ranks(name)
+        for module in MODULES[:-1]:
+            torch.testing.assert_close(
+                parts[module].b @ parts[module].a, learned[name][module], rtol=1e-3, atol=1e-5
+            )
+        before = {module: part.b.detach().clone() for module, part in parts.items()}
+        with other.averaged():
+            for module, part in parts.items():
+                torch.testing.assert_close(part.b, 0.8 * before[module])
+        for module, part in parts.items():
+            assert torch.equal(part.b, before[module])
 
 
 def test_no_records_no_update(tmp_path: Path) -> None:

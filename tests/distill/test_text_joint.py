@@ -17,6 +17,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.assembly import WHOLE
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
@@ -286,7 +287,7 @@ def rig(tmp_path: Path) -> Rig:
 
 def joint_loop(rig: Rig, *, gate: bool = False) -> JointLoop:
     student = TextStudent(random_model("llama", 1, layers=2), rank=16, shared_rank=16)
-    plan = JointPlan(steps=30, learning_rate=1e-2)
+    plan = JointPlan(steps=30, learning_rate=1e-2, strength=WHOLE)
     trainer = JointTrainer(TextLessons(student), rig.store, plan)
     judge = Judge(JointMeasure(trainer, 4), rig.store) if gate else None
     return JointLoop(trainer, rig.store, HomeOutlet(rig.store), 16, judge)

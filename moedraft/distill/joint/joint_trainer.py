@@ -14,14 +14,14 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
-from moedraft.distill.averages import AveragingAdamW, averaged
+from moedraft.distill.averages import AveragingAdamW, averaged, weakened
 from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
@@ -116,9 +116,15 @@ class JointTrainer:
         self.last_id = self.last_id if self.learner else last_id  # the shared adapter has not seen them
         return JointUpdate(tuple(one for one in made if one.records), last_id, loss)
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """A context in which the student drafts with the averaged weights, as the last candidates do."""
-        return averaged(self.optimisers.values())
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the student drafts as the last candidates do.
+
+        That is with the averaged weights, and with the `strength` of the plan.
+        """
+        parts = (part for name in self.student.names for part in self.student.low_ranks(name).values())
+        with averaged(self.optimisers.values()), weakened((part.b for part in parts), self.plan.strength):
+            yield
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:
@@ -290,7 +296,7 @@ class JointTrainer:
             stored = found[1]
             self._widen()
             self.student.load(name, version, stored.config, stored.tensors, stored.vocabulary)
-            self.student.grow(name)
+            self.student.grow(name, self.plan.strength)
         else:
             self.student.add(name)
         self.versions[name] = version

@@ -116,10 +116,10 @@ class JointAdapters:
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         return plain, tensors
 
-    def grow(self, name: str) -> None:
-        """Give the adapter of `name`, which guesses as before, the rank that it learns with."""
-        rank = self._ranks[name == SHARED]
-        self._put(name, {module: filled_up(p.a, p.b, rank) for module, p in self.low_ranks(name).items()})
+    def grow(self, name: str, strength: float = 1.0) -> None:
+        """Give the adapter of `name` the rank that it learns with; what it adds is divided by `strength`."""
+        rank, parts = self._ranks[name == SHARED], self.low_ranks(name)
+        self._put(name, {module: filled_up(p.a, p.b / strength, rank) for module, p in parts.items()})
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter of `name`."""

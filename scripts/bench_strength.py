@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Measure how strong adapters should be published: what they add, multiplied by factors below 1.
+
+    python scripts/bench_strength.py --data ../shared/data --out results/strength.json
+
+Arrangements learn from a stream as in `scripts/evidence.py`, and publish what they learned at full strength.
+When all is learned, the answers to the held-out prompts are read once for each factor of all that serves, the
+shared adapter and the experts. What the file of the results holds already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_mixtures import scaled
+from evidence import command
+from evidence.arrangements import at_full_strength
+from evidence.running import Run, Served
+
+FACTORS = (1.0, 0.9, 0.8, 0.65)
+
+
+def by_factor(one: Run, held: Sequence[Served], factors: Sequence[float] = FACTORS) -> dict[str, Any]:
+    """By factor, the counts of each prompt as in `Run.counts`."""
+    return {str(factor): counts(one, held, factor) for factor in factors}
+
+
+def counts(one: Run, held: Sequence[Served], factor: float) -> list[list[int]]:
+    """By prompt: first guesses tried, and drafts with a right token number 1, 2 and 3."""
+    rows: list[list[int]] = []
+    for served in held:
+        owner = one.owner(served)
+        serving = scaled(one.serving(owner), owner, factor, factor)
+        found = one.measure(serving, owner, [served.record], lambda: None).counts[0]
+        rows.append([int(found[0, 1]), *map(int, found[:, 0])])
+    return rows
+
+
+def share(rows: Sequence[Sequence[int]]) -> float:
+    """First guesses that are right."""
+    table = np.array(rows)
+    return float(table[:, 1].sum() / table[:, 0].sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="as of scripts/evidence.py")
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
+    parser.add_argument("--patterns", default="steady,crossed,reworded,zipf,unregistered")
+    parser.add_argument("--arrangements", default="joint+gate,mixed-replay")
+    parser.add_argument("--requests", type=int, default=160)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
+    options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
+    options += ["--cache", args.cache] if args.cache else []
+    options += ["--draft", args.draft] if args.draft else []
+    workplace = command.Workplace(command.arguments([*map(str, options)]))
+    for pattern in args.patterns.split(","):
+        for name in args.arrangements.split(","):
+            for seed in range(args.seeds):
+                which = {
+                    "target": Path(args.target).name,
+                    "pattern": pattern,
+                    "arrangement": name,
+                    "seed": seed,
+                    "requests": args.requests,
+                }
+                measure(workplace, which, args.out)
+
+
+def measure(workplace: command.Workplace, which: dict[str, Any], out: Path) -> None:
+    """Add the run `which` to the results, unless it is there."""
+    report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"runs": []}
+    if any(which.items() <= run.items() for run in report["runs"]):
+        return
+    arrangement = at_full_strength(which["arrangement"])
+    found = workplace.run(which["pattern"], arrangement, which["seed"], by_factor)["at_end"]
+    print(*which.values(), {factor: round(share(rows), 4) for factor, rows in found.items()}, flush=True)
+    report["runs"].append(which | {"counts": found})
+    report["date"] = datetime.now(UTC).date().isoformat()
+    out.write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
