@@ -24,7 +24,7 @@ from evidence import command
 from evidence.arrangements import at_full_strength
 from evidence.running import Run, Served
 
-FACTORS = (1.0, 0.9, 0.8, 0.65)
+FACTORS = (1.0, 0.9, 0.85, 0.8, 0.65)
 
 
 def by_factor(one: Run, held: Sequence[Served], factors: Sequence[float] = FACTORS) -> dict[str, Any]:
