@@ -23,7 +23,9 @@ from evidence.prompts import Domain, Query, load_domain, reworded
 from evidence.running import AtEnd, Bench, Plan, Served, run
 from evidence.streams import ONLY, Traffic, traffic
 from moedraft.config import load_settings
+from moedraft.distill.assembly import WHOLE
 from moedraft.distill.features.record_states import RecordStates
+from moedraft.distill.joint.plan import JointPlan
 from moedraft.drafting.base import draft_name, feature_folder, load_feature_base
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import load_model
@@ -56,6 +58,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
     precisions = ("auto", "float32", "bfloat16")
     parser.add_argument("--dtype", default="auto", choices=precisions, help="of the target, as in `serve`")
+    strengths = "of published adapters, 1 for all that was learned; default: as a trainer publishes"
+    parser.add_argument("--strength", type=float, help=strengths)
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=160, help="of a run")
     parser.add_argument("--heldout", type=int, default=40, help="prompts a domain to measure with")
@@ -66,6 +70,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in dataclasses.asdict(Plan()).items():
         parser.add_argument(f"--{name}", type=int, default=value, help="see Plan")
     args = parser.parse_args(given)
+    if args.strength is not None and not 0 < args.strength <= 1:
+        parser.error("--strength is above 0 and at most 1.")
     args.doc = args.doc or PAGES.get(args.target, Path("evidence.md"))
     if args.quick:
         args.parts = "quick"
@@ -107,6 +113,11 @@ class Workplace:
     def precision(self) -> str:
         """Of the target, such as "float32"."""
         return str(self.bench.target.dtype).removeprefix("torch.")
+
+    @property
+    def strength(self) -> float:
+        """With which adapters are published."""
+        return self.bench.strength
 
     def run(
         self, pattern: str, arrangement: str | Arrangement, seed: int, at_end: AtEnd | None = None
@@ -167,12 +178,14 @@ def _bench(args: argparse.Namespace, plan: Plan) -> Bench:
     if feature_folder(name) is None:
         draft = load_model(name, "draft", dtype="float32", cpu_fast_paths=False)
         cache = args.cache / f"{Path(args.target).name}-{precision}"
-        return Bench(target, draft, Answers(target, None, cache, args.max_tokens), plan)
+        answers, strength = Answers(target, None, cache, args.max_tokens), WHOLE
+        return Bench(target, draft, answers, plan, args.strength or strength)
     base = load_feature_base(Path(name), target, torch.float32)
     states = RecordStates(target, base.hf, 2**28)
     # What is cached depends on both models.
     cache = args.cache / f"{Path(args.target).name}-{precision}-{base.weights_hash()[:12]}"
-    return Bench(target, base.hf, Answers(target, states, cache, args.max_tokens), plan)
+    answers, strength = Answers(target, states, cache, args.max_tokens), JointPlan.strength
+    return Bench(target, base.hf, answers, plan, args.strength or strength)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -215,6 +228,7 @@ def run_all(args: argparse.Namespace) -> None:
     for seed, pattern, arrangement, file in outstanding(args):
         workplace = workplace or Workplace(args)
         check_precision(args.out, pattern, workplace.precision)
+        check_strength(args.out, pattern, workplace.strength)
         began = time.monotonic()
         found = workplace.run(pattern, arrangement, seed)
         made = {
@@ -237,6 +251,18 @@ def check_precision(out: Path, pattern: str, precision: str) -> None:
             raise SystemExit(
                 f"evidence.py: {file} was made with a target in {other}, and this one is in {precision}; "
                 f"give --dtype {other}, or name another --out."
+            )
+
+
+def check_strength(out: Path, pattern: str, strength: float) -> None:
+    """Exits where runs of the same pattern of traffic published adapters with another strength."""
+    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        other = found.get("strength", WHOLE)  # older runs tell none
+        if found["updates"] and other != strength:
+            raise SystemExit(
+                f"evidence.py: {file} was made with adapters of strength {other:g}, and this run "
+                f"has {strength:g}; give --strength {other:g}, or name another --out."
             )
 
 

@@ -69,6 +69,7 @@ class Bench:
     draft: FeatureDraft | LanguageModel
     answers: Answers
     plan: Plan
+    strength: float = WHOLE  # with which adapters are published, see `JointPlan`
     untrained: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # counts, by token ids
 
     def lessons(self, rank: int, shared_rank: int) -> Lessons:
@@ -87,9 +88,9 @@ class Run:
         kind = arrangement.trainer or JointTrainer
         plan = bench.plan
         steps = max(1, round(plan.steps * arrangement.every))
-        usual = JointPlan(steps=steps, rows=plan.rows)
+        usual = JointPlan(steps=steps, rows=plan.rows, strength=bench.strength)
         if isinstance(bench.draft, LanguageModel):
-            usual = replace(usual, learning_rate=TEXT_RATE, kept=LEADING, strength=WHOLE)
+            usual = replace(usual, learning_rate=TEXT_RATE, kept=LEADING)
         given = replace(usual, **arrangement.plan)
         shared = plan.rank * arrangement.shared
         rank = shared + plan.rank if arrangement.alone else plan.rank
@@ -226,6 +227,7 @@ def run(
     with _home(traffic.registered) as store:
         one = Run(bench, arrangement, store, seed)
         found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
+        found["strength"] = one.trainer.plan.strength
         known = round(len(served) * arrangement.beforehand)
         before = one.tokens(held) if tell_tokens else None
         _learn_beforehand(one, served[:known], found)

@@ -67,7 +67,9 @@ EQUAL_WEIGHTS = """\
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
   [evidence-turns](evidence-turns.md), but for poisoned traffic; whole in runs from before 2026-11-26; cut
-  further, which cost about .005 of first guesses, in all others."""
+  further, which cost about .005 of first guesses, in all others. Adapters are published at full
+  strength (`--strength 1`); a trainer now publishes them
+  [a little weaker](experiments.md#how-strong-adapters-are-published), which guesses a little better."""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
@@ -83,25 +85,25 @@ Answers of the target are kept in a folder (`--cache`), each run in a file of it
 stopped goes on where it was. So all commands but the second make what is missing in these results, and
 with another `--out` all of it anew.{times}
 
-    python scripts/evidence.py --data ../shared/data --out results/evidence
+    python scripts/evidence.py --data ../shared/data --out results/evidence --strength 1
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --doc docs/evidence-turns.md --parts main,further,poison \\
-        --arrangements static,mixed-replay,joint+gate,mixed-replay:wide,joint:wide,joint+gate:wide
+        --strength 1 --doc docs/evidence-turns.md --parts main,gated,further,poison --arrangements \\
+        static,mixed-replay,mixed-replay+gate,joint+gate,mixed-replay:wide,joint:wide,joint+gate:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --doc docs/evidence-turns.md --parts lean,restart
+        --strength 1 --doc docs/evidence-turns.md --parts lean,restart
     python scripts/evidence.py --data ../shared/data --out results/evidence-long --dtype float32 \\
-        --doc docs/evidence-long.md --parts main,equal-cost --patterns steady \\
+        --strength 1 --doc docs/evidence-long.md --parts main,equal-cost --patterns steady \\
         --requests 960 --measured 10 --seeds 2 \\
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
 rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
 update), `lean` (with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter
-takes), `restart` (what a trainer that is started again has lost), `gate` (without its second look) or `data`
-(whose answers are learned from; an independent draft model only). `--patterns` and `--arrangements` choose
-from it."""
+takes), `gated` (the other online arrangements with the gate), `restart` (what a trainer that is started again
+has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent draft
+model only). `--patterns` and `--arrangements` choose from it."""
 
 DASH = "—"
 NOT_MEASURED = "not measured"

@@ -218,6 +218,7 @@ class TinyWorkplace:
 
     made = 0
 
+    strength = 1.0
     precision = "float32"
 
     def __init__(self, args: Any) -> None:
@@ -369,3 +370,17 @@ def test_runs_of_one_pattern_share_a_precision(tmp_path: Path) -> None:
     command.check_precision(tmp_path, "drift", "float32")
     with pytest.raises(SystemExit, match="give --dtype bfloat16"):
         command.check_precision(tmp_path, "steady", "float32")
+
+
+def test_runs_of_one_pattern_share_a_strength(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    older = tmp_path / "runs" / "steady.joint.0.json"
+    older.write_text('{"updates": [1]}')  # from before there was a choice
+    command.check_strength(tmp_path, "steady", 1.0)
+    command.check_strength(tmp_path, "drift", 0.8)
+    with pytest.raises(SystemExit, match="give --strength 1, or name another --out"):
+        command.check_strength(tmp_path, "steady", 0.8)
+    older.write_text('{"updates": [], "strength": 0.5}')  # nothing was published
+    command.check_strength(tmp_path, "steady", 1.0)
+    older.write_text('{"updates": [1], "strength": 0.5}')
+    command.check_strength(tmp_path, "steady", 0.5)
