@@ -34,12 +34,13 @@ def by_factor(one: Run, held: Sequence[Served], factors: Sequence[float] = FACTO
 
 def counts(one: Run, held: Sequence[Served], factor: float) -> list[list[int]]:
     """By prompt: first guesses tried, and drafts with a right token number 1, 2 and 3."""
-    rows: list[list[int]] = []
-    for served in held:
-        owner = one.owner(served)
+    rows: list[list[int]] = [[] for _ in held]
+    for owner in sorted({one.owner(served) for served in held}):
+        mine = [i for i, served in enumerate(held) if one.owner(served) == owner]
         serving = scaled(one.serving(owner), owner, factor, factor)
-        found = one.measure(serving, owner, [served.record], lambda: None).counts[0]
-        rows.append([int(found[0, 1]), *map(int, found[:, 0])])
+        found = one.measure(serving, owner, [held[i].record for i in mine], lambda: None).counts
+        for i, counted in zip(mine, found.tolist(), strict=True):
+            rows[i] = [counted[0][1], *(right for right, _ in counted)]
     return rows
 
 
@@ -74,6 +75,7 @@ def main() -> None:
             for seed in range(args.seeds):
                 which = {
                     "target": Path(args.target).name,
+                    "dtype": workplace.precision,
                     "pattern": pattern,
                     "arrangement": name,
                     "seed": seed,

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from evidence.arrangements import ARRANGEMENTS
+from evidence.streams import title_of
 from markdown_tables import table
 
+from moedraft.showcase.findings.estimates import change
+
+FULL = "1.0"  # the factor of adapters that are as they were learned
 WAYS = {
     "plain": "nobody (plain decoding)",
     "static": "the drafter as it is shipped",
@@ -184,3 +190,31 @@ def mixtures(found: dict[str, Any]) -> str:
     seeds = ", ".join(f"{name} {len(found[name])}" for name in patterns)
     note = f"{found['requests']} requests; seeds: {seeds}; {found['date']}."
     return table(["first guesses", *patterns], rows) + f"\n\n{note}"
+
+
+def strength(found: dict[str, Any]) -> str:
+    """First guesses of adapters at full strength, and how many more there are when they are weaker."""
+    groups: dict[tuple[str, str, int, str], list[dict[str, list[list[int]]]]] = {}
+    for run in found["runs"]:
+        title = ARRANGEMENTS[run["arrangement"]].title
+        key = f"{run['target']}, {run['dtype']}", title, run["requests"], title_of(run["pattern"])
+        groups.setdefault(key, []).append(run["counts"])
+    factors = [factor for factor in found["runs"][0]["counts"] if factor != FULL]
+    rows = []
+    for (target, title, requests, pattern), runs in sorted(groups.items()):
+        full = _pairs(runs, FULL)
+        level = sum(right for right, _ in full) / sum(tried for _, tried in full)
+        more = [change(full, _pairs(runs, factor)).difference for factor in factors]
+        signs = [f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})" for one in more]
+        rows.append([target, title, f"{requests}", pattern, f"{len(runs)}", f"{level:.3f}", *signs])
+    head = ["target", "arrangement", "requests", "traffic", "seeds", "first guesses at full strength"]
+    head += [f"more, × {one}" for one in factors]
+    prompts = len(found["runs"][0]["counts"][FULL])
+    note = f"{prompts} held-out prompts; {found['date']}. Intervals are 95 %, paired, over the prompts."
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def _pairs(runs: list[dict[str, list[list[int]]]], factor: str) -> list[tuple[float, float]]:
+    """By prompt: first guesses that are right, and tried ones, added up over the runs."""
+    rows = np.array([run[factor] for run in runs]).sum(0)
+    return [(float(row[1]), float(row[0])) for row in rows]

@@ -250,6 +250,7 @@ SOURCES = {
     "streams_avx2": ("streams_avx2.json", selection_tables.streams),
     "made_good": ("streams.json", selection_tables.made_good),
     "mixtures": ("mixtures.json", expert_tables.mixtures),
+    "strength": ("strength.json", expert_tables.strength),
     "gate": ("gate.json", gate_tables.rules),
     "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),

@@ -27,7 +27,7 @@ from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
 TEXT_RATE = 1e-3  # learning rate of an independent draft model's updates
-WHOLE = 1.0  # strength with which what an independent draft model learned is published
+WHOLE = 1.0  # strength of an independent draft model's adapters: as they were learned
 
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:

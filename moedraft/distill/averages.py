@@ -83,10 +83,10 @@ def averaged(optimisers: Iterable[AveragingAdamW]) -> Iterator[None]:
 @contextmanager
 def weakened(factors: Iterable[nn.Parameter], strength: float) -> Iterator[None]:
     """Use `strength` times these factors B of low-rank terms within the block, where nothing may learn."""
-    whole = [(factor, factor.data) for factor in factors]
-    for factor, data in whole:
-        factor.data = strength * data
+    whole = [(factor, factor.data) for factor in factors] if strength != 1 else []
     try:
+        for factor, data in whole:
+            factor.data = strength * data
         yield
     finally:
         for factor, data in whole:

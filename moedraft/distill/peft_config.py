@@ -14,21 +14,27 @@ from moedraft.distill.lora.ranks import filled_up
 from moedraft.drafting.experts.adapter import LORA_A, LORA_B
 
 
-def peft_config(ranks: Mapping[str, int], base: str | None, task: str | None = None) -> LoraConfig:
-    """Build the configuration. ranks: by module name; the scaling is 1. base: name of the draft base."""
+def peft_config(
+    ranks: Mapping[str, int], base: str | None, task: str | None = None, *, scaling: float = 1.0
+) -> LoraConfig:
+    """Build the configuration. ranks: by module name. base: the draft base's name."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
     return LoraConfig(
         r=usual,
-        lora_alpha=usual,
+        lora_alpha=_alpha(usual, scaling),
         rank_pattern=dict(pattern),
-        alpha_pattern=dict(pattern),
+        alpha_pattern={module: _alpha(rank, scaling) for module, rank in pattern.items()},
         target_modules=sorted(ranks),
         bias="none",
         task_type=task,
         inference_mode=True,
         base_model_name_or_path=base,
     )
+
+
+def _alpha(rank: int, scaling: float) -> int:
+    return rank if scaling == 1 else scaling * rank  # type: ignore[return-value]  # a float does as well
 
 
 def widened(

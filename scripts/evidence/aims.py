@@ -31,7 +31,7 @@ HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
 BEST = {
     (False, False): "on every traffic at least the best other online arrangement",
     (False, True): "the same on the requests as they came, beside one adapter on all traffic",
-    (True, False): "on every traffic at least the best of those that the gate keeps from harm as well",
+    (True, False): "on every traffic at least the best other online arrangement with the same gate",
     (True, True): "the same on the requests as they came, beside one adapter with the gate",
 }
 Whole = dict[str, Any]
@@ -54,10 +54,10 @@ def part(whole: Whole) -> str:
     rows = [
         at_least_the_best(whole, default),
         at_least_the_best(whole, default, as_they_came=True),
-        at_least_the_best(whole, default, AS_SAFE),
-        at_least_the_best(whole, default, AS_SAFE, as_they_came=True),
         above_where_it_moves(whole, default),
         above_where_it_moves(whole, default, as_they_came=True),
+        at_least_the_best(whole, default, AS_SAFE),
+        at_least_the_best(whole, default, AS_SAFE, as_they_came=True),
         never_below(default),
         nothing_lost(default),
         soon(default, "shift", "recovery", "after a sharp shift and return, back within .02 of before"),
@@ -141,7 +141,7 @@ def above_where_it_moves(
     said = [f"Above {_named(above)}."] if above else ["Above none by its interval."]
     if rest := [one for one in found if one[2]["low"] <= 0]:
         said.append(f"Not above {_named(rest)}.")
-    aim = "above each of them where traffic moves"
+    aim = "above every other online arrangement where traffic moves"
     if as_they_came:
         aim = "the same on the requests as they came, beside one adapter where traffic moves"
     return Reached(aim, *_told([one[2]["low"] > 0 for one in found], said))

@@ -58,7 +58,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
     precisions = ("auto", "float32", "bfloat16")
     parser.add_argument("--dtype", default="auto", choices=precisions, help="of the target, as in `serve`")
-    strengths = "of published adapters, 1 for all that was learned; default: as a trainer publishes"
+    strengths = "factor on what published adapters add; 1: as learned; default: as a trainer publishes"
     parser.add_argument("--strength", type=float, help=strengths)
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=160, help="of a run")

@@ -70,7 +70,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
 
     first = introduction(target, f"results/{out.name}")
     parts = [first, "## What was found", *findings(whole), aims.part(whole)]
-    parts += [method(target), settings(whole)]
+    parts += [method(target, whole["strengths"]), settings(whole)]
     parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole), came.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
@@ -214,7 +214,7 @@ def pattern_part(whole: Whole, pattern: str) -> str:
         "first guesses",
         "tokens per step",
         "more than static",
-        "with gate has more",
+        "joint with gate has more",
         "joint without gate has more",
         lows.HEAD,
     )

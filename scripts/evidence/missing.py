@@ -15,7 +15,8 @@ NO_LEARNERS = (
 )
 WITH_GATE = (
     "Arrangements that others stand for publish every update, as these systems do. Those that learn online "
-    "were run with the gate as well where a row says so, with one update for each window only."
+    "were run with the gate as well where a row says so, with one update for each window only. The gate of "
+    "one adapter cannot leave a domain to the draft base alone."
 )
 SHARED_ALONE = (
     "*Shared alone* is no arrangement of its own: without experts, joint learning is one adapter on mixed "

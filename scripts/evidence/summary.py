@@ -26,6 +26,7 @@ from evidence.figures import (
     stream_part,
     tokens_per_step,
 )
+from moedraft.distill.assembly import WHOLE
 from moedraft.distill.judging.gate import CONFIRMED
 
 TENTH = 0.1
@@ -51,6 +52,7 @@ def summary(runs: Runs) -> dict[str, Any]:
             pattern: sorted({run.get("precision", BEFORE) for run in every if run["pattern"] == pattern})
             for pattern in patterns
         },
+        "strengths": sorted({run.get("strength", WHOLE) for run in every if run["updates"]}),
         "router": {pattern: routed_right(runs, pattern) for pattern in patterns},
         "patterns": patterns,
     }

@@ -11,7 +11,7 @@ MODELS = {
     "read such texts already",
 }
 OTHER_PAGE = {
-    "smollm2": " What the default does today, with its present gate, stands on "
+    "smollm2": " What the default does with its present gate stands on "
     "[evidence-turns](evidence-turns.md); arrangements without a gate, and the paper's experiments, on "
     "[evidence](evidence.md). A stream of 960 requests: [evidence-long](evidence-long.md). The same with an "
     "independent draft model: [evidence-mini](evidence-mini.md).",
@@ -67,16 +67,24 @@ EQUAL_WEIGHTS = """\
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
   [evidence-turns](evidence-turns.md), but for poisoned traffic; whole in runs from before 2026-11-26; cut
-  further, which cost about .005 of first guesses, in all others. Adapters are published at full
-  strength (`--strength 1`); a trainer now publishes them
-  [a little weaker](experiments.md#how-strong-adapters-are-published), which guesses a little better."""
+  further, which cost about .005 of first guesses, in all others.{strength}"""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
 
 
-def method(target: str) -> str:
-    return METHOD_TEXT.format(weights=UNEQUAL_WEIGHTS if target == "mini" else EQUAL_WEIGHTS)
+FULL_STRENGTH = """ Adapters are published
+  at full strength (`--strength 1`), as all were until 2026-11-28; a trainer now publishes those of a feature
+  drafter [a little weaker](experiments.md#how-strong-adapters-are-published)."""
+
+
+def method(target: str, strengths: Sequence[float]) -> str:
+    """strengths: with which the runs' adapters were published."""
+    if target == "mini":
+        return METHOD_TEXT.format(weights=UNEQUAL_WEIGHTS)
+    found = listed(f"{one:g}" for one in strengths)
+    said = FULL_STRENGTH if [*strengths] == [1.0] else f" Adapters are published at a strength of {found}."
+    return METHOD_TEXT.format(weights=EQUAL_WEIGHTS.format(strength=said))
 
 
 COMMANDS = """## Run it again

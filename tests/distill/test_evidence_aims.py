@@ -46,7 +46,7 @@ def test_the_default_is_held_against_the_best_of_the_others(
     found = rows(*STATIC, *rivals, *gated)
     assert found[BEST][0] == verdict
     assert said in found[BEST][1]
-    moves = found["above each of them where traffic moves"]
+    moves = found["above every other online arrangement where traffic moves"]
     assert moves[0] == ("held" if others[0] < 0.6 else "**missed**")
     assert "steady" not in moves[1]
 
@@ -56,7 +56,7 @@ def test_the_default_is_held_against_others_with_the_gate_by_itself() -> None:
     free, gated = of("steady", "mixed-replay", 0.4, 0.7), of("steady", "mixed-replay+gate", 0.4, 0.5)
     found = rows(*STATIC, *free, *gated, *of("steady", "joint+gate", 0.4, 0.6))
     assert found[BEST][0] == "**missed**"
-    safe = "on every traffic at least the best of those that the gate keeps from harm as well"
+    safe = "on every traffic at least the best other online arrangement with the same gate"
     assert found[safe] == ("held", "With one update for each window: on 1 of 1 pattern.")
     without = rows(*STATIC, *free, *of("steady", "joint+gate", 0.4, 0.6))
     assert without[safe] == ("not measured", "Not in these runs.")

@@ -96,6 +96,7 @@ def test_an_exported_expert_is_small_says_so_and_guesses_nearly_the_same() -> No
     student = taught([8.0, 4.0, 0.004, 0.004])
     config, tensors = student.export("code", kept=Kept(0.95))
     assert config["r"] == config["lora_alpha"] == 2
+    assert student.export("code", kept=Kept(0.95), scaling=0.8)[0]["lora_alpha"] == pytest.approx(1.6)
     assert {len(value) for key, value in tensors.items() if "lora_A" in key} == {2}
     other = FeatureStudent(a_draft(a_target()), "base", rank=4, shared_rank=4)
     other.load("code", 1, config, tensors)

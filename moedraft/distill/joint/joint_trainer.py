@@ -26,6 +26,7 @@ from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct, is_held_out
+from moedraft.drafting.experts.adapter import scaling
 from moedraft.feature.vocabulary import union
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate
@@ -104,8 +105,9 @@ class JointTrainer:
             sizes = used, held_out + Counter({SHARED: len(drawn.held_out)})
             with self.averaged():
                 after = self.measure(drawn.held_out, lambda: say(steps, loss))
-                rates = before, after
-                made = []
+            rates = before, after
+            made = []
+            with averaged(self.optimisers.values()):
                 for name in names if self.learner else (SHARED, *names):
                     made.append(self._candidate(name, sizes, steps, loss, rates))
                     say(steps, loss)
@@ -118,10 +120,7 @@ class JointTrainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context in which the student drafts as the last candidates do.
-
-        That is with the averaged weights, and with the `strength` of the plan.
-        """
+        """A context in which the student drafts as the last candidates do: averaged, at their strength."""
         parts = (part for name in self.student.names for part in self.student.low_ranks(name).values())
         with averaged(self.optimisers.values()), weakened((part.b for part in parts), self.plan.strength):
             yield
@@ -296,7 +295,7 @@ class JointTrainer:
             stored = found[1]
             self._widen()
             self.student.load(name, version, stored.config, stored.tensors, stored.vocabulary)
-            self.student.grow(name, self.plan.strength)
+            self.student.grow(name, scaling(stored.config, "", stored.config["r"]))
         else:
             self.student.add(name)
         self.versions[name] = version
@@ -313,7 +312,7 @@ class JointTrainer:
         used, held_out = sizes
         vocabulary = self.vocabularies.of(name)
         kept = ALL if name == SHARED else self.plan.kept
-        config, tensors = self.student.export(name, vocabulary, kept)
+        config, tensors = self.student.export(name, vocabulary, kept, self.plan.strength)
         before, after = (one.get(name, (0, 0)) for one in rates)
         return Candidate(
             expert=name,

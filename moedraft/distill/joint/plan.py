@@ -31,9 +31,9 @@ class JointPlan:
     missed: float = 1.0  # weight of places where a feature drafter guesses wrong now
     kind: Kind = "fkl"
     kept: Kept = MOST  # of an expert that is published
-    # What was learned adds this part of it where it is published; learning goes on from the whole
-    # (docs/experiments.md, "How strong adapters are published").
-    strength: float = 0.9
+    # Scaling of published adapters; what learns has a scaling of 1 (docs/experiments.md, "How strong adapters
+    # are published").
+    strength: float = 0.85
 
 
 @dataclass(frozen=True)

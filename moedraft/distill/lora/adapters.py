@@ -94,12 +94,16 @@ class JointAdapters:
         self._put(name, {module: (a, self._placed(module, b, own)) for module, (a, b) in deltas.items()})
 
     def export(
-        self, name: str, vocabulary: torch.Tensor | None = None, kept: Kept = ALL
+        self,
+        name: str,
+        vocabulary: torch.Tensor | None = None,
+        kept: Kept = ALL,
+        scaling: float = 1.0,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
 
         vocabulary: the tokens, int64 and ascending, of its output rows; None: those of the draft base.
-        kept: decides its rank, see `cut`.
+        kept: decides its rank, see `cut`. scaling: PEFT's factor on what it adds.
         """
         parts = {
             module: (part.a, self._rows(module, part.b, vocabulary))
@@ -112,14 +116,14 @@ class JointAdapters:
                 tensors[PREFIX + module + key] = (
                     value.detach().to("cpu", torch.float32, copy=True).contiguous()
                 )
-        config = peft_config(ranks, self.name).to_dict()
+        config = peft_config(ranks, self.name, scaling=scaling).to_dict()
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         return plain, tensors
 
-    def grow(self, name: str, strength: float = 1.0) -> None:
-        """Give the adapter of `name` the rank that it learns with; what it adds is divided by `strength`."""
+    def grow(self, name: str, scaling: float = 1.0) -> None:
+        """Give the adapter of `name` the rank that it learns with, and undo the scaling of its export."""
         rank, parts = self._ranks[name == SHARED], self.low_ranks(name)
-        self._put(name, {module: filled_up(p.a, p.b / strength, rank) for module, p in parts.items()})
+        self._put(name, {module: filled_up(p.a, p.b / scaling, rank) for module, p in parts.items()})
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter of `name`."""

@@ -1,9 +1,10 @@
 """What a joint trainer has in memory beside the published versions, as plain tensors, and back into memory.
 
-A version holds the average of an adapter's weights over its last steps and, of an expert, the directions
-that matter. Training goes on from more: the weights of the last step, whole, the averages, and Adam's
-moments. With these a new trainer makes the next update as the one before it would have made it, but for
-chance: whether an unsure record teaches its expert, and what a new adapter begins with, is drawn anew.
+A version holds the average of an adapter's weights over its last steps, with the scaling that serves, and of
+an expert the directions that matter. Training goes on from more: the weights of the last step, whole, the
+averages, and Adam's moments. With these a new trainer makes the next update as the one before it would have
+made it, but for chance: whether an unsure record teaches its expert, and what a new adapter begins with, is
+drawn anew.
 
 Rows in which all of this is zero are left out: an expert's factor of the output layer has a row for each
 token that anybody drafts, and learns those of its own tokens only.

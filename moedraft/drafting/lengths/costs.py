@@ -70,6 +70,7 @@ class RoundCosts:
         if drafted and now - max(drafted.values()) > PAUSE:
             for shape in drafted:
                 self.samples[rows][shape] = deque([self.samples[rows][shape][-1]], KEPT)
+            self._slopes.pop(rows, None)
 
     def _forget(self, rows: int, before: int) -> None:
         """Drop the shapes whose last round lies before `before`.
