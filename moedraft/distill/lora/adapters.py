@@ -94,11 +94,7 @@ class JointAdapters:
         self._put(name, {module: (a, self._placed(module, b, own)) for module, (a, b) in deltas.items()})
 
     def export(
-        self,
-        name: str,
-        vocabulary: torch.Tensor | None = None,
-        kept: Kept = ALL,
-        scaling: float = 1.0,
+        self, name: str, vocabulary: torch.Tensor | None = None, kept: Kept = ALL, scaling: float = 1.0
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
 
