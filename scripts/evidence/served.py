@@ -24,8 +24,9 @@ from moedraft.distill.joint.joint_loop import MOST_AGAIN
 
 Whole = dict[str, Any]
 REASONS = (
-    "Part of that is the gate, which publishes late for safety's sake, and part is that a step of one "
-    "adapter computes more: with about as many operations both are level over "
+    "Part of that is the gate, which publishes joint updates late for safety's sake (the single adapter's, "
+    "further down, it delays less), and part is that a step of one adapter computes more: with about as many "
+    "operations both are level over "
     "[a long stream](evidence-long.md). With twelve domains, where an expert learns from few rows of each "
     "step and drafts from a shorter list of its own, one adapter stays ahead "
     "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)). Experts stay the default since "

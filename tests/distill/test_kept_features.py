@@ -16,6 +16,7 @@ from moedraft.distill.assembly import build_loop
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.record_states import RecordStates, kept_in
 from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.plan import JointPlan
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
@@ -65,8 +66,10 @@ def loop_of(system: System) -> JointLoop:
 
 
 def test_what_is_kept_is_what_would_be_computed(keeping: System) -> None:
-    states = loop_of(keeping).trainer.lessons.states
+    trainer = loop_of(keeping).trainer
+    states = trainer.lessons.states
     assert isinstance(states, RecordStates)
+    assert trainer.plan.strength == JointPlan.strength < 1
     records = keeping.store.replay.records()
     assert len(records) == len(PROMPTS)
     kept = states.of(records)
