@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Measure how many tokens each rule of verification keeps, on the embedded pair, sampled at temperature 1.
+"""Measure how many tokens each rule of verification keeps of drafts that are sampled at temperature 1.
 
     python scripts/bench_verification.py --out results
+    python scripts/bench_verification.py --out results/smollm2 --target smollm2 --prompts 24
 
 Two engines, one with chain verification and one with block verification, answer the same prompts with the
 same seeds, with drafts of a fixed length by the draft model alone. Reported are tokens per step of the
@@ -96,9 +97,9 @@ class Watched:
         return self._verify(rows, proposal, logits)
 
 
-def engine(rule: str, tokens: int, home: str) -> Engine:
+def engine(rule: str, tokens: int, home: str, models: dict[str, str]) -> Engine:
     return load(
-        home=home, verification=rule, num_speculative_tokens=tokens, adaptive_budget=False,
+        **models, home=home, verification=rule, num_speculative_tokens=tokens, adaptive_budget=False,
         draft_source="model", max_batch_size=1, capture=False,
     )  # fmt: skip
 
@@ -117,10 +118,12 @@ def interval(values: list[float]) -> list[float]:
     return [round(float(x), 4) for x in (data.mean(), *np.quantile(means, [0.025, 0.975]))]
 
 
-def compare(tokens: int, prompts: list[str], seeds: int, length: int) -> dict[str, Any]:
+def compare(
+    tokens: int, prompts: list[str], seeds: int, length: int, models: dict[str, str]
+) -> dict[str, Any]:
     found: dict[str, list[list[tuple[int, int]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        engines = {rule: engine(rule, tokens, f"{folder}/{rule}") for rule in RULES}
+        engines = {rule: engine(rule, tokens, f"{folder}/{rule}", models) for rule in RULES}
         watched = Watched(engines["chain"])
         for rule in RULES:
             answer(engines[rule], prompts[0], 0, length)
@@ -156,6 +159,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--target", default="mini")
+    parser.add_argument("--draft", default="auto", help="default: the one that is shipped for the target")
     parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="length of an answer")
@@ -163,12 +168,12 @@ def main() -> None:
     args = parser.parse_args()
     lines = (ROOT / "data" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[: args.prompts]]
-    cases = []
+    cases, models = [], {"target": args.target, "draft": args.draft}
     for tokens in args.drafts:
-        cases.append(compare(tokens, prompts, args.seeds, args.tokens))
+        cases.append(compare(tokens, prompts, args.seeds, args.tokens, models))
         print(json.dumps(cases[-1], indent=1), flush=True)
     report = {
-        "pair": "mini", "temperature": 1.0, "prompts": len(prompts), "seeds": args.seeds,
+        "pair": Path(args.target).name, "temperature": 1.0, "prompts": len(prompts), "seeds": args.seeds,
         "tokens": args.tokens, "threads": torch.get_num_threads(), "cases": cases,
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)

@@ -264,6 +264,7 @@ SOURCES = {
     "step_avx2": ("step_avx2.json", step_tables.step),
     "peers": ("peers.json", step_tables.peers),
     "verification": ("verification.json", verification),
+    "verification_smollm2": ("smollm2/verification.json", verification),
     "faults": ("faults.json", faults),
 }
 
