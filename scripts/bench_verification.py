@@ -2,7 +2,7 @@
 """Measure how many tokens each rule of verification keeps of drafts that are sampled at temperature 1.
 
     python scripts/bench_verification.py --out results
-    python scripts/bench_verification.py --out results/smollm2 --target smollm2 --prompts 24
+    python scripts/bench_verification.py --out results/smollm2 --target smollm2 --prompts 12
 
 Two engines, one with chain verification and one with block verification, answer the same prompts with the
 same seeds, with drafts of a fixed length by the draft model alone. Reported are tokens per step of the
