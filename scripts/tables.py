@@ -208,7 +208,8 @@ def verification(data: Any) -> str:
         [name, *(f"{mean:.2f} ({low:.2f}–{high:.2f})" for mean, low, high in values)]
         for name, values in found.items()
     ]
-    note = f"{data['prompts']} prompts, {data['seeds']} {'seed' if data['seeds'] == 1 else 'seeds'} each, {data['tokens']} tokens, temperature 1."
+    seeds = "1 seed" if data["seeds"] == 1 else f"{data['seeds']} seeds"
+    note = f"{data['prompts']} prompts, {seeds} each, {data['tokens']} tokens, temperature 1."
     return table(["", *[f"{length} drafted" for length in lengths]], rows) + f"\n\n{note}"
 
 
