@@ -13,16 +13,14 @@ one of each. A mean of two would cost a second pass of the drafter.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import command
+from evidence import benches
 from evidence.arrangements import GATED, at_full_strength
 from evidence.running import Run, Served
 from evidence.tokens import first_guesses, list_of
@@ -109,21 +107,8 @@ def show(pattern: str, seed: int, found: Mapping[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, help="as of scripts/evidence.py")
-    parser.add_argument("--patterns", default="steady,crossed,reworded")
-    parser.add_argument("--requests", type=int, default=160)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    given = ["--data", str(args.data), "--out", str(args.out.parent)]
-    given += ["--cache", str(args.cache)] if args.cache else []
-    options = ["--requests", str(args.requests), "--threads", str(args.threads), "--dtype", args.dtype]
-    workplace = command.Workplace(command.arguments([*given, *options]))
+    args = benches.parser(__doc__, "steady,crossed,reworded").parse_args()
+    workplace = benches.workplace(args)
     report: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "requests": args.requests}
     for pattern in args.patterns.split(","):
         for seed in range(args.seeds):

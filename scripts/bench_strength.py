@@ -10,7 +10,6 @@ shared adapter and the experts. What the file of the results holds already is no
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from bench_mixtures import scaled
-from evidence import command
+from evidence import benches
 from evidence.arrangements import at_full_strength
+from evidence.command import Workplace
 from evidence.running import Run, Served
 
 FACTORS = (1.0, 0.9, 0.85, 0.8, 0.65)
@@ -51,25 +50,10 @@ def share(rows: Sequence[Sequence[int]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, help="as of scripts/evidence.py")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
-    parser.add_argument("--patterns", default="steady,crossed,reworded,zipf,unregistered")
+    parser = benches.parser(__doc__, "steady,crossed,reworded,zipf,unregistered")
     parser.add_argument("--arrangements", default="joint+gate,mixed-replay")
-    parser.add_argument("--requests", type=int, default=160)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
-    options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
-    options += ["--cache", args.cache] if args.cache else []
-    options += ["--draft", args.draft] if args.draft else []
-    workplace = command.Workplace(command.arguments([*map(str, options)]))
+    workplace = benches.workplace(args)
     for pattern in args.patterns.split(","):
         for name in args.arrangements.split(","):
             for seed in range(args.seeds):
@@ -84,7 +68,7 @@ def main() -> None:
                 measure(workplace, which, args.out)
 
 
-def measure(workplace: command.Workplace, which: dict[str, Any], out: Path) -> None:
+def measure(workplace: Workplace, which: dict[str, Any], out: Path) -> None:
     """Add the run `which` to the results, unless it is there."""
     report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"runs": []}
     if any(which.items() <= run.items() for run in report["runs"]):

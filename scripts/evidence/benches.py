@@ -1,0 +1,36 @@
+"""What benchmarks have in common that show something of a run when all is learned."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from evidence.command import Workplace, arguments
+
+
+def parser(about: str, patterns: str) -> argparse.ArgumentParser:
+    """about: what the benchmark does. patterns: of traffic, where nothing else is asked for."""
+    made = argparse.ArgumentParser(description=about.splitlines()[0])
+    made.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--cache", type=Path, help="as of scripts/evidence.py")
+    made.add_argument("--target", default="smollm2")
+    made.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
+    made.add_argument("--patterns", default=patterns)
+    made.add_argument("--requests", type=int, default=160)
+    made.add_argument("--seeds", type=int, default=1)
+    made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
+    return made
+
+
+def workplace(args: argparse.Namespace) -> Workplace:
+    """Models, prompts and router for these arguments."""
+    torch.set_num_threads(args.threads)
+    options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
+    options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
+    options += ["--cache", args.cache] if args.cache else []
+    options += ["--draft", args.draft] if args.draft else []
+    return Workplace(arguments([*map(str, options)]))
