@@ -62,9 +62,10 @@ class RoundCosts:
             self._slopes.pop(rows, None)
 
     def _resume(self, rows: int, now: int) -> None:
-        """Keep one time of each shape where the draft model is tried after a pause; alone it counts nothing.
+        """Drop what was timed of the draft model before a pause, but for the newest time of each shape.
 
-        Else one moment in which the machine was slow would outweigh several trials after it.
+        A single time has no weight in the fit, so the trial that begins now decides. Else one moment in which
+        the machine was slow would outweigh several trials after it.
         """
         drafted = {shape: self._seen[rows, shape] for shape in self.samples[rows] if shape[0]}
         if drafted and now - max(drafted.values()) > PAUSE:
