@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from evidence.command import Workplace, arguments
+from evidence.command import DOMAINS, Workplace, arguments
 
 
-def parser(about: str, patterns: str) -> argparse.ArgumentParser:
-    """about: what the benchmark does. patterns: of traffic, where nothing else is asked for."""
+def parser(about: str, patterns: str, domains: str = DOMAINS) -> argparse.ArgumentParser:
+    """about: what the benchmark does. patterns, domains: of traffic, where nothing else is asked for."""
     made = argparse.ArgumentParser(description=about.splitlines()[0])
     made.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
     made.add_argument("--out", type=Path, required=True)
@@ -19,6 +19,7 @@ def parser(about: str, patterns: str) -> argparse.ArgumentParser:
     made.add_argument("--target", default="smollm2")
     made.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
     made.add_argument("--patterns", default=patterns)
+    made.add_argument("--domains", default=domains)
     made.add_argument("--requests", type=int, default=160)
     made.add_argument("--seeds", type=int, default=1)
     made.add_argument("--threads", type=int, default=1)
@@ -26,11 +27,12 @@ def parser(about: str, patterns: str) -> argparse.ArgumentParser:
     return made
 
 
-def workplace(args: argparse.Namespace) -> Workplace:
-    """Models, prompts and router for these arguments."""
+def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
+    """Models, prompts and router for these arguments. more: options of scripts/evidence.py."""
     torch.set_num_threads(args.threads)
     options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
     options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
+    options += ["--domains", args.domains, *more]
     options += ["--cache", args.cache] if args.cache else []
     options += ["--draft", args.draft] if args.draft else []
     return Workplace(arguments([*map(str, options)]))

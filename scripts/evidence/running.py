@@ -224,7 +224,7 @@ def run(
     torch.manual_seed(seed)
     records = bench.answers.records(traffic.queries)
     served = [Served(record, name) for record, name in zip(records, routed, strict=True)]
-    with _home(traffic.registered) as store:
+    with new_home(traffic.registered) as store:
         one = Run(bench, arrangement, store, seed)
         found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
         found["strength"] = one.trainer.plan.strength
@@ -317,7 +317,7 @@ def _copy(draft: FeatureDraft) -> FeatureDraft:
 
 
 @contextmanager
-def _home(domains: Sequence[str]) -> Iterator[Store]:
+def new_home(domains: Sequence[str]) -> Iterator[Store]:
     """A new home in a temporary folder, with these domains."""
     with tempfile.TemporaryDirectory(prefix="evidence-") as folder:
         store = Store.open(Path(folder))

@@ -14,7 +14,7 @@ import torch
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union
 
-OWN_TOKENS = 4096  # of an expert, unless the draft base has fewer
+OWN_TOKENS = 8192  # of an expert, unless the draft base has fewer
 MOST_SHARED = 16_384  # of the shared adapter, unless the draft base has more
 
 
