@@ -13,8 +13,9 @@ from evidence.arrangements import ARRANGEMENTS
 from evidence.streams import title_of
 from markdown_tables import table
 
-from moedraft.showcase.findings.estimates import change
+from moedraft.showcase.findings.estimates import change, ratio
 
+SINGLE, JOINT = "mixed-replay:wide", "joint:wide"  # arrangements of scripts/bench_records.py
 FULL = "1.0"  # the factor of adapters that are as they were learned
 WAYS = {
     "plain": "nobody (plain decoding)",
@@ -218,3 +219,48 @@ def _pairs(runs: list[dict[str, list[list[int]]]], factor: str) -> list[tuple[fl
     """By prompt: first guesses that are right, and tried ones, added up over the runs."""
     rows = np.array([run[factor] for run in runs]).sum(0)
     return [(float(row[1]), float(row[0])) for row in rows]
+
+
+def records(found: dict[str, Any]) -> str:
+    """By requests and steps, what one adapter guesses and what shared adapter and experts have more."""
+    arms: dict[tuple[int, str], list[Any]] = {}
+    for run in found["runs"]:
+        arms.setdefault((run["requests"], run["arrangement"]), []).append(run["counts"])
+    rows = []
+    for requests in sorted({number for number, _ in arms}):
+        ones, joint = arms[requests, SINGLE], arms[requests, JOINT]
+        seeds = min(len(ones), len(joint))
+        for steps in joint[0]:
+            single = _added(ones[:seeds], steps, "own")
+            more = [_added(joint[:seeds], steps, by) for by in ("same", "own")]
+            level = [f"{ratio(_first(single)).value:.3f}", f"{1 + ratio(_further(single)).value:.3f}"]
+            changes = [change(of(single), of(one)).difference for one in more for of in (_first, _further)]
+            signs = [f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})" for one in changes]
+            rows.append([f"{requests}", f"{seeds}", steps, *level, *signs])
+    head = ["requests", "seeds", "steps", "one adapter: first guesses", "tokens per step"]
+    head += ["experts, same tokens: first guesses", "tokens per step"]
+    head += ["experts, as they serve: first guesses", "tokens per step"]
+    run = found["runs"][0]
+    prompts = len(next(iter(run["counts"].values()))["own"])
+    note = (
+        f"{run['target']}, {run['dtype']}, {run['domains'].replace(',', ', ')}; {prompts} held-out prompts; "
+        f"{found['date']}. Intervals are 95 %, paired, over the prompts. Tokens per step: with a draft of "
+        "three tokens begun at every place of an answer."
+    )
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def _added(runs: list[Any], steps: str, by: str) -> np.ndarray:
+    """The counts of each prompt, added up over the runs."""
+    total: np.ndarray = np.array([run[steps][by] for run in runs]).sum(0)
+    return total
+
+
+def _first(rows: np.ndarray) -> list[tuple[float, float]]:
+    """By prompt, first guesses that are right, and tried ones."""
+    return [(float(row[1]), float(row[0])) for row in rows]
+
+
+def _further(rows: np.ndarray) -> list[tuple[float, float]]:
+    """By prompt, the tokens that drafts add to those of the steps, and steps."""
+    return [(float(row[1:].sum()), float(row[0])) for row in rows]

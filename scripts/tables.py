@@ -252,6 +252,7 @@ SOURCES = {
     "made_good": ("streams.json", selection_tables.made_good),
     "mixtures": ("mixtures.json", expert_tables.mixtures),
     "strength": ("strength.json", expert_tables.strength),
+    "records": ("records.json", expert_tables.records),
     "gate": ("gate.json", gate_tables.rules),
     "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),

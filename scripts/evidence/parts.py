@@ -28,12 +28,17 @@ DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
 FURTHER_EQUAL_COST = (STATIC, "mixed-replay:wide", SERVED, SERVED_EQUAL_COST)
+AS_SERVED = (STATIC, "mixed-replay:wide", SERVED)
 FURTHER_ON = ("steady", "reworded", "drift", "new-domain")
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
     "main": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in MAIN],
+    "served": [
+        *((pattern, name) for pattern in ORDERS if pattern not in POISONED for name in AS_SERVED),
+        ("new-domain", "offline"),
+    ],
     "gated": [
         (pattern, name)
         for pattern in ORDERS

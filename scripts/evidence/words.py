@@ -11,7 +11,8 @@ MODELS = {
     "read such texts already",
 }
 OTHER_PAGE = {
-    "smollm2": " What the default does with its present gate stands on "
+    "smollm2": " What the default does as it is published now stands on "
+    "[evidence-served](evidence-served.md); more arrangements with the present gate, at full strength, on "
     "[evidence-turns](evidence-turns.md); arrangements without a gate, and the paper's experiments, on "
     "[evidence](evidence.md). A stream of 960 requests: [evidence-long](evidence-long.md). The same with an "
     "independent draft model: [evidence-mini](evidence-mini.md).",
@@ -53,8 +54,9 @@ METHOD_TEXT = """## How it was measured
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The runs of [evidence-turns](evidence-turns.md) are of the present gate; all others were made with
-  the forms that it had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
+  three. The runs of [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md) are of
+  the present gate; all others were made with the forms that it had at their time, which publish
+  [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
@@ -63,11 +65,14 @@ METHOD_TEXT = """## How it was measured
 
 EQUAL_WEIGHTS = """\
 - **Equal weights**: an adapter that stands alone has the rank of two that stand on each other, so as
-  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
+  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well, an
+  expert [those of its own](experiments.md#how-long-an-experts-own-list-is): 8 192 in the runs of
+  [evidence-served](evidence-served.md), 4 096 in all others.
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
-  [evidence-turns](evidence-turns.md), but for poisoned traffic; whole in runs from before 2026-11-26; cut
-  further, which cost about .005 of first guesses, in all others.{strength}"""
+  [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic;
+  whole in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all
+  others.{strength}"""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
@@ -96,6 +101,8 @@ with another `--out` all of it anew.{times}
     python scripts/evidence.py --data ../shared/data --out results/evidence --strength 1
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
+    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
+        --doc docs/evidence-served.md --parts served
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
         --strength 1 --doc docs/evidence-turns.md --parts main,gated,further,poison --arrangements \\
         static,mixed-replay,mixed-replay+gate,joint+gate,mixed-replay:wide,joint:wide,joint+gate:wide
@@ -106,12 +113,13 @@ with another `--out` all of it anew.{times}
         --requests 960 --measured 10 --seeds 2 \\
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
-With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
-rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
-update), `lean` (with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter
-takes), `gated` (the other online arrangements with the gate), `restart` (what a trainer that is started again
-has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent draft
-model only). `--patterns` and `--arrangements` choose from it."""
+With `--parts` only a part is run: `main`, `further` (with further updates), `served` (the default as a trainer
+publishes, and one adapter as large), `poison` (a client that sends rubbish), `paper` (offline, online, and
+both), `objectives` (forward KL and others), `interval` (how often to update), `lean` (with an eighth and a
+quarter of the steps), `equal-cost` (as many operations as one adapter takes), `gated` (the other online
+arrangements with the gate), `restart` (what a trainer that is started again has lost), `gate` (without its
+second look) or `data` (whose answers are learned from; an independent draft model only). `--patterns` and
+`--arrangements` choose from it."""
 
 DASH = "—"
 NOT_MEASURED = "not measured"

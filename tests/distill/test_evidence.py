@@ -25,6 +25,7 @@ running, streams, prompts, answers = (
     load_script(f"evidence.{name}") for name in ("running", "streams", "prompts", "answers")
 )
 arrangements, figures = (load_script(f"evidence.{name}") for name in ("arrangements", "figures"))
+list_of = load_script("evidence.tokens").list_of
 ARRANGEMENTS = arrangements.ARRANGEMENTS
 
 NAMES = ("code", "law", "prose")
@@ -228,6 +229,23 @@ def test_factors_are_measured_on_what_serves(bench: Any) -> None:
             factor = 0.5 if "lora_B" in key else 1.0
             torch.testing.assert_close(half[name].tensors[key], factor * tensor)
     assert any(one is not None for one in whole.values())
+
+
+def test_all_may_guess_from_the_same_tokens(bench: Any) -> None:
+    records = load_script("bench_records")
+
+    def measured(one: Any, held: Any) -> dict[str, Any]:
+        widest = len(one.trainer.student.vocabulary)
+        lists = {o: one.serving(o) for o in {one.owner(served) for served in held}}
+        own = {o: len(list_of(found, o, one.measure.general)) for o, found in lists.items()}
+        return {"own": own, "widest": widest, "same": records.from_all_tokens(one, held)}
+
+    for name, is_short in (("joint", True), ("mixed-replay", False)):
+        found = run(bench, "steady", name, at_end=measured)
+        served, same = found["curve"][-1]["counts"], found["at_end"]["same"]
+        assert [row[0] for row in same] == [row[0] for row in served]  # as many guesses
+        assert any(n < found["at_end"]["widest"] for n in found["at_end"]["own"].values()) == is_short
+        assert (same == served) != is_short
 
 
 def test_the_wide_arrangement_has_the_ranks_that_a_server_has_by_default() -> None:

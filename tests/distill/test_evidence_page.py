@@ -292,6 +292,7 @@ def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
     ("folder", "given"),
     [
         ("evidence", []),
+        ("evidence-served", []),
         ("evidence-turns", []),
         ("evidence-mini", ["--target", "mini"]),
         ("evidence-long", ["--requests", "960", "--measured", "10"]),
