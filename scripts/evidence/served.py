@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from evidence import lows
-from evidence.arrangements import ARRANGEMENTS, EQUAL_STEPS, FURTHER, GATED, SERVED, SERVED_EQUAL_COST, STATIC
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    EQUAL_STEPS,
+    FURTHER,
+    GATED,
+    ONE_GATED,
+    SERVED,
+    SERVED_EQUAL_COST,
+    STATIC,
+)
 from evidence.streams import ONLY, title_of
 from evidence.words import (
     DASH,
@@ -24,14 +33,16 @@ from moedraft.distill.joint.joint_loop import MOST_AGAIN
 
 Whole = dict[str, Any]
 REASONS = (
-    "Part of that is the gate, which publishes joint updates late for safety's sake (the single adapter's, "
-    "further down, it delays less), and part is that a step of one adapter computes more: with about as many "
-    "operations both are level over "
+    "Part of that is the gate, which publishes joint updates late for safety's sake{gated}, part that an "
+    "expert drafts from [a shorter list of its own](experiments.md#how-long-an-experts-own-list-is), and "
+    "part that a step of one adapter computes more: with about as many operations both are level over "
     "[a long stream](evidence-long.md). With twelve domains, where an expert learns from few rows of each "
-    "step and drafts from a shorter list of its own, one adapter stays ahead "
-    "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)). Experts stay the default since "
+    "step, one adapter stays ahead "
+    "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)); with many records of each of "
+    "four domains [experts are](experiments.md#where-there-are-many-records). Experts are the default since "
     "each domain can be pinned, taken back, exported or kept from harm by itself."
 )
+DELAYED_LESS = " (the single adapter's, further down, it delays less)"
 OLDER = (
     " The experts of wide runs are cut to the directions that matter, as a server's are since 2026-11-26. In "
     "some of the runs whose files do not tell the commit of their code, the base drafts for a domain "
@@ -69,8 +80,14 @@ def finding(whole: Whole) -> str:
     one_wide = beside(whole, ONE_WIDE)
     equal = beside(whole, ONE_WIDE, SERVED_EQUAL_COST)
     said += [one_wide, f"With {EQUAL_STEPS} steps an update: {equal}" if equal else ""]
-    said += [REASONS if one_wide else "", beside(whole, NARROW), below(whole)]
+    said += [reasons(whole) if one_wide else "", beside(whole, NARROW), below(whole)]
     return "- " + " ".join(one for one in said if one)
+
+
+def reasons(whole: Whole) -> str:
+    """Why the single adapter may be ahead, and what experts are the default for."""
+    has_gated = any(ONE_GATED in of for of in whole["patterns"].values())
+    return REASONS.format(gated=DELAYED_LESS if has_gated else "")
 
 
 def gained(gains: Whole) -> str:

@@ -113,12 +113,12 @@ with another `--out` all of it anew.{times}
         --requests 960 --measured 10 --seeds 2 \\
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
-With `--parts` only a part is run: `main`, `further` (with further updates), `served` (the default as a trainer
-publishes, and one adapter as large), `poison` (a client that sends rubbish), `paper` (offline, online, and
-both), `objectives` (forward KL and others), `interval` (how often to update), `lean` (with an eighth and a
-quarter of the steps), `equal-cost` (as many operations as one adapter takes), `gated` (the other online
-arrangements with the gate), `restart` (what a trainer that is started again has lost), `gate` (without its
-second look) or `data` (whose answers are learned from; an independent draft model only). `--patterns` and
+With `--parts` only a part is run: `main`, `further` (with further updates), `served` (the default as a
+trainer publishes, and one adapter as large), `poison` (a client that sends rubbish), `paper` (offline,
+online, and both), `objectives` (forward KL and others), `interval` (how often to update), `lean` (with an
+eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter takes), `gated` (the other
+online arrangements with the gate), `restart` (what a trainer that is started again has lost), `gate` (without
+its second look) or `data` (whose answers are learned from; an independent draft model only). `--patterns` and
 `--arrangements` choose from it."""
 
 DASH = "—"
