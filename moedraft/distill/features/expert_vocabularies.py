@@ -7,6 +7,7 @@ stored versions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -32,6 +33,7 @@ class Vocabularies:
         self.size = min(OWN_TOKENS, len(general))
         self.useful = own and self.size < vocab_size  # else every list would hold all tokens
         self._lists: dict[str, torch.Tensor] = {}
+        self._came: dict[str, Counter[int]] = {}  # by expert, how often its domain's traffic held a token
 
     def of(self, name: str) -> torch.Tensor | None:
         """The list of the adapter `name`; None where it uses the draft base's list."""
@@ -39,15 +41,21 @@ class Vocabularies:
 
     def restore(self, name: str, vocabulary: torch.Tensor | None) -> None:
         """The list of the version that `name` goes on from."""
+        self._came.pop(name, None)
         if vocabulary is not None:
             self._lists[name] = vocabulary.to(torch.int64)
         else:
             self._lists.pop(name, None)
 
+    def forget(self) -> None:
+        """Forget which tokens earlier records held; the lists stay."""
+        self._came.clear()
+
     def choose(self, records: Mapping[str, Sequence[ReplayRecord]]) -> None:
         """New lists for the experts with these records, by domain, and for the shared adapter.
 
-        The tokens of the records come first, then those of the list before, then the commonest general ones.
+        The tokens of the domain's records come first, those of earlier updates too, then the others of the
+        list before, then the commonest general ones.
         """
         if not self.useful:
             return
@@ -59,8 +67,9 @@ class Vocabularies:
                 learned = [
                     token for token in before if token not in known
                 ]  # else the domain's rarest would go
+                came = self._came[name] = remembered(self._came.get(name, Counter()), counted(some))
                 self._lists[name] = own_vocabulary(
-                    counted(some), self.size, [*learned, *before, *general], self.always
+                    came, self.size, [*learned, *before, *general], self.always
                 )
         others = [token for token in sorted({*self.all().tolist(), *together}) if token not in known]
         room = max(MOST_SHARED - len(known), 0)
@@ -70,3 +79,8 @@ class Vocabularies:
     def all(self) -> torch.Tensor:
         """Every token that some adapter or the draft base drafts."""
         return union([self.general, *self._lists.values()])
+
+
+def remembered(before: Counter[int], now: Counter[int]) -> Counter[int]:
+    """Counts after further records: a token that these lack counts half as much, but never nothing."""
+    return Counter({token: max(before[token] // 2, 1) for token in before}) | now

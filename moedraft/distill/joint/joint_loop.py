@@ -77,6 +77,7 @@ class JointLoop(DistillLoop):
         super()._forget_records()
         self.interval.barren = 0
         self.trainer.lessons.states.forget()
+        self.trainer.vocabularies.forget()
         if self.memory is not None:
             self.memory.remove()
 
