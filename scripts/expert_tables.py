@@ -223,23 +223,25 @@ def _pairs(runs: list[dict[str, list[list[int]]]], factor: str) -> list[tuple[fl
 
 def records(found: dict[str, Any]) -> str:
     """By requests and steps, what one adapter guesses and what shared adapter and experts have more."""
-    arms: dict[tuple[int, str], list[Any]] = {}
+    alike = ("target", "dtype", "domains", "strength", "own_tokens")
+    assert len({tuple(run[key] for key in alike) for run in found["runs"]}) == 1, "these are not comparable"
+    arms: dict[tuple[int, str], dict[int, Any]] = {}
     for run in found["runs"]:
-        arms.setdefault((run["requests"], run["arrangement"]), []).append(run["counts"])
+        arms.setdefault((run["requests"], run["arrangement"]), {})[run["seed"]] = run["counts"]
     rows = []
     for requests in sorted({number for number, _ in arms}):
         ones, joint = arms[requests, SINGLE], arms[requests, JOINT]
-        seeds = min(len(ones), len(joint))
-        for steps in joint[0]:
-            single = _added(ones[:seeds], steps, "own")
-            more = [_added(joint[:seeds], steps, by) for by in ("same", "own")]
+        seeds = sorted(ones.keys() & joint.keys())
+        for steps in joint[seeds[0]]:
+            single = _added([ones[seed] for seed in seeds], steps, "own")
+            more = [_added([joint[seed] for seed in seeds], steps, by) for by in ("same", "own")]
             level = [f"{ratio(_first(single)).value:.3f}", f"{1 + ratio(_further(single)).value:.3f}"]
             changes = [change(of(single), of(one)).difference for one in more for of in (_first, _further)]
             signs = [f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})" for one in changes]
-            rows.append([f"{requests}", f"{seeds}", steps, *level, *signs])
+            rows.append([f"{requests}", f"{len(seeds)}", steps, *level, *signs])
     head = ["requests", "seeds", "steps", "one adapter: first guesses", "tokens per step"]
-    head += ["experts, same tokens: first guesses", "tokens per step"]
-    head += ["experts, as they serve: first guesses", "tokens per step"]
+    head += ["experts from all tokens: first guesses", "tokens per step"]
+    head += ["experts as they serve: first guesses", "tokens per step"]
     run = found["runs"][0]
     prompts = len(next(iter(run["counts"].values()))["own"])
     note = (
@@ -251,7 +253,7 @@ def records(found: dict[str, Any]) -> str:
 
 
 def _added(runs: list[Any], steps: str, by: str) -> np.ndarray:
-    """The counts of each prompt, added up over the runs."""
+    """Added up over the runs, by prompt: first guesses tried, and drafts with a right token 1, 2 and 3."""
     total: np.ndarray = np.array([run[steps][by] for run in runs]).sum(0)
     return total
 

@@ -1,8 +1,8 @@
 """Who learns from what: the arrangements that are compared, each a variation of moedraft's joint trainer.
 
 All of them learn in the same steps from as many records, and as many adapter weights take part in each guess:
-where one adapter stands alone it has the rank of the two that stand on each other. All of them draft the
-same tokens, own lists of the experts included, so that no one wins by its vocabulary alone.
+where one adapter stands alone it has the rank of the two that stand on each other. That one drafts every
+token that some expert does, an expert those of its own list; `bench_records.py` compares them on the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
 ONE_ADAPTER, ONE_GATED = "mixed-replay", "mixed-replay+gate"
 RESTARTED, RESUMED = "joint:restarted", "joint:resumed"
 EQUAL_COST = "joint:equal-cost"
-# Steps whose operations are about those of 8 steps of one adapter, see `growth.at_equal_cost`.
+# Steps whose operations are about those of 8 steps of one adapter, with experts' lists of 4 096 tokens; see
+# `growth.at_equal_cost`.
 EQUAL_STEPS = 13
 SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set

@@ -10,16 +10,21 @@ import torch
 from evidence.command import DOMAINS, Workplace, arguments
 
 
-def parser(about: str, patterns: str, domains: str = DOMAINS) -> argparse.ArgumentParser:
-    """about: what the benchmark does. patterns, domains: of traffic, where nothing else is asked for."""
+def parser(about: str, patterns: str = "", domains: str = "") -> argparse.ArgumentParser:
+    """about: what the benchmark does. patterns, domains: of traffic, unless others are asked for.
+
+    Without patterns, or domains, there is no such option.
+    """
     made = argparse.ArgumentParser(description=about.splitlines()[0])
     made.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
     made.add_argument("--out", type=Path, required=True)
     made.add_argument("--cache", type=Path, help="as of scripts/evidence.py")
     made.add_argument("--target", default="smollm2")
     made.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
-    made.add_argument("--patterns", default=patterns)
-    made.add_argument("--domains", default=domains)
+    if patterns:
+        made.add_argument("--patterns", default=patterns)
+    if domains:
+        made.add_argument("--domains", default=domains)
     made.add_argument("--requests", type=int, default=160)
     made.add_argument("--seeds", type=int, default=1)
     made.add_argument("--threads", type=int, default=1)
@@ -32,7 +37,7 @@ def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
     torch.set_num_threads(args.threads)
     options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
     options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
-    options += ["--domains", args.domains, *more]
+    options += ["--domains", vars(args).get("domains", DOMAINS), *more]
     options += ["--cache", args.cache] if args.cache else []
     options += ["--draft", args.draft] if args.draft else []
     return Workplace(arguments([*map(str, options)]))

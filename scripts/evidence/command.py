@@ -24,6 +24,7 @@ from evidence.running import AtEnd, Bench, Plan, Served, run
 from evidence.streams import ONLY, Traffic, traffic
 from moedraft.config import load_settings
 from moedraft.distill.assembly import WHOLE
+from moedraft.distill.features.expert_vocabularies import OWN_TOKENS
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.drafting.base import draft_name, feature_folder, load_feature_base
@@ -33,6 +34,7 @@ from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
+BEFORE_TOKENS = 4096  # of an expert's list, in runs that do not tell it
 PAGES = {"smollm2": Path("docs/evidence.md"), "mini": Path("docs/evidence-mini.md")}
 
 
@@ -60,6 +62,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=precisions, help="of the target, as in `serve`")
     strengths = "factor on what published adapters add; 1: as learned; default: as a trainer publishes"
     parser.add_argument("--strength", type=float, help=strengths)
+    lists = "of an expert's list, with a feature drafter; default: as a trainer chooses"
+    parser.add_argument("--own-tokens", type=int, default=OWN_TOKENS, help=lists)
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=160, help="of a run")
     parser.add_argument("--heldout", type=int, default=40, help="prompts a domain to measure with")
@@ -72,6 +76,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.strength is not None and not 0 < args.strength <= 1:
         parser.error("--strength is above 0 and at most 1.")
+    if args.own_tokens < 1:
+        parser.error("--own-tokens is 1 at least.")
     args.doc = args.doc or PAGES.get(args.target, Path("evidence.md"))
     if args.quick:
         args.parts = "quick"
@@ -185,7 +191,7 @@ def _bench(args: argparse.Namespace, plan: Plan) -> Bench:
     # What is cached depends on both models.
     cache = args.cache / f"{Path(args.target).name}-{precision}-{base.weights_hash()[:12]}"
     answers, strength = Answers(target, states, cache, args.max_tokens), JointPlan.strength
-    return Bench(target, base.hf, answers, plan, args.strength or strength)
+    return Bench(target, base.hf, answers, plan, args.strength or strength, args.own_tokens)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -229,6 +235,7 @@ def run_all(args: argparse.Namespace) -> None:
         workplace = workplace or Workplace(args)
         check_precision(args.out, pattern, workplace.precision)
         check_strength(args.out, pattern, workplace.strength)
+        check_lists(args.out, pattern, args.own_tokens)
         began = time.monotonic()
         found = workplace.run(pattern, arrangement, seed)
         made = {
@@ -263,6 +270,18 @@ def check_strength(out: Path, pattern: str, strength: float) -> None:
             raise SystemExit(
                 f"evidence.py: {file} was made with adapters of strength {other:g}, and this run "
                 f"has {strength:g}; give --strength {other:g}, or name another --out."
+            )
+
+
+def check_lists(out: Path, pattern: str, own_tokens: int) -> None:
+    """Exits where experts of runs of the same pattern of traffic had longer or shorter lists of tokens."""
+    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        other = found.get("own_tokens", BEFORE_TOKENS)
+        if found["settings"]["target"] != "mini" and found["updates"] and other != own_tokens:
+            raise SystemExit(
+                f"evidence.py: {file} was made with experts' lists of {other} tokens, and this run has "
+                f"{own_tokens}; give --own-tokens {other}, or name another --out."
             )
 
 

@@ -21,6 +21,7 @@ from evidence.arrangements import Arrangement
 from evidence.streams import Traffic
 from moedraft.core import SHARED, Domain, ReplayRecord, UpdateRecord
 from moedraft.distill.assembly import TEXT_RATE, WHOLE
+from moedraft.distill.features.expert_vocabularies import OWN_TOKENS
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.joint.joint_loop import JointLoop
@@ -70,6 +71,7 @@ class Bench:
     answers: Answers
     plan: Plan
     strength: float = WHOLE  # with which adapters are published, see `JointPlan`
+    own_tokens: int = OWN_TOKENS  # of an expert's list, of a feature drafter
     untrained: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # counts, by token ids
 
     def lessons(self, rank: int, shared_rank: int) -> Lessons:
@@ -99,6 +101,7 @@ class Run:
         ):  # in a line of separate experts the shared adapter stays zero, as small as can be
             shared = 1 if arrangement.experts else rank
         self.trainer = kind(bench.lessons(rank, shared), store, given, bench.target.eos_token_ids)
+        self.trainer.vocabularies.size = min(bench.own_tokens, self.trainer.vocabularies.size)
         self.base = self.trainer.student.base_hash
         self.trainer.seed = 1000 * seed
         self.measure = JointMeasure(self.trainer, DEPTH)
@@ -228,6 +231,8 @@ def run(
         one = Run(bench, arrangement, store, seed)
         found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
         found["strength"] = one.trainer.plan.strength
+        if one.trainer.student.has_lists:
+            found["own_tokens"] = bench.own_tokens
         known = round(len(served) * arrangement.beforehand)
         before = one.tokens(held) if tell_tokens else None
         _learn_beforehand(one, served[:known], found)

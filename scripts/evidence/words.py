@@ -98,19 +98,21 @@ Answers of the target are kept in a folder (`--cache`), each run in a file of it
 stopped goes on where it was. So all commands but the second make what is missing in these results, and
 with another `--out` all of it anew.{times}
 
-    python scripts/evidence.py --data ../shared/data --out results/evidence --strength 1
+    python scripts/evidence.py --data ../shared/data --out results/evidence --strength 1 \\
+        --own-tokens 4096
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
         --doc docs/evidence-served.md --parts served
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --strength 1 --doc docs/evidence-turns.md --parts main,gated,further,poison --arrangements \\
+        --strength 1 --own-tokens 4096 --doc docs/evidence-turns.md \\
+        --parts main,gated,further,poison --arrangements \\
         static,mixed-replay,mixed-replay+gate,joint+gate,mixed-replay:wide,joint:wide,joint+gate:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --strength 1 --doc docs/evidence-turns.md --parts lean,restart
+        --strength 1 --own-tokens 4096 --doc docs/evidence-turns.md --parts lean,restart
     python scripts/evidence.py --data ../shared/data --out results/evidence-long --dtype float32 \\
-        --strength 1 --doc docs/evidence-long.md --parts main,equal-cost --patterns steady \\
-        --requests 960 --measured 10 --seeds 2 \\
+        --strength 1 --own-tokens 4096 --doc docs/evidence-long.md \\
+        --parts main,equal-cost --patterns steady --requests 960 --measured 10 --seeds 2 \\
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `served` (the default as a

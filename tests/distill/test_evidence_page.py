@@ -373,6 +373,21 @@ def test_runs_of_one_pattern_share_a_precision(tmp_path: Path) -> None:
         command.check_precision(tmp_path, "steady", "float32")
 
 
+def test_runs_of_one_pattern_share_the_length_of_lists(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    older = tmp_path / "runs" / "steady.joint.0.json"
+    run = {"updates": [1], "settings": {"target": "smollm2"}}
+    older.write_text(json.dumps(run))  # from before they grew
+    command.check_lists(tmp_path, "steady", 4096)
+    command.check_lists(tmp_path, "drift", 8192)
+    with pytest.raises(SystemExit, match="give --own-tokens 4096, or name another --out"):
+        command.check_lists(tmp_path, "steady", 8192)
+    older.write_text(json.dumps(run | {"own_tokens": 8192}))
+    command.check_lists(tmp_path, "steady", 8192)
+    older.write_text(json.dumps(run | {"settings": {"target": "mini"}}))  # its experts have no lists
+    command.check_lists(tmp_path, "steady", 8192)
+
+
 def test_runs_of_one_pattern_share_a_strength(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     older = tmp_path / "runs" / "steady.joint.0.json"

@@ -1,8 +1,8 @@
 """The output rows of several experts in one product, for batches in which each row has its own expert.
 
-Experts guess from lists of tokens that have much in common: seven experts with 4 096 tokens each had 5 292
-between them. So the rows of all these tokens are multiplied once, low-rank terms give each row of the batch
-what its own expert adds, and tokens that are not in the expert's list are set to −inf.
+Experts guess from lists of tokens that have much in common: when lists had 4 096 tokens, those of seven
+experts had 5 292 between them. So the rows of all these tokens are multiplied once, low-rank terms give each
+row of the batch what its own expert adds, and tokens that are not in the expert's list are set to −inf.
 """
 
 from __future__ import annotations
