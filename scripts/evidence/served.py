@@ -39,8 +39,10 @@ REASONS = (
     "[a long stream](evidence-long.md). With twelve domains, where an expert learns from few rows of each "
     "step, one adapter stays ahead "
     "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)); with many records of each of "
-    "four domains [experts are](experiments.md#where-there-are-many-records). Experts are the default since "
-    "each domain can be pinned, taken back, exported or kept from harm by itself."
+    "four domains experts are, from the same tokens "
+    "([one seed](experiments.md#where-there-are-many-records)); as they serve, they are level there. "
+    "Experts are the default since each domain can be pinned, taken back, exported or kept from harm by "
+    "itself."
 )
 DELAYED_LESS = " (the single adapter's, further down, it delays less)"
 OLDER = (

@@ -521,6 +521,32 @@ def test_what_was_learned_stays_when_more_can_be_drafted() -> None:
     assert torch.equal(students[1].draft.vocabulary, wider)
 
 
+def test_a_version_with_a_short_list_is_taken_up_with_a_longer_one(tmp_path: Path) -> None:
+    """As versions are from before lists grew."""
+    home = Home(tmp_path, {"code": 16}, vocabulary=SOME)
+    home.trainer.vocabularies.size = 5
+    first = home.trainer.update()
+    assert first is not None
+    for candidate in first.candidates:
+        home.trainer.published(home.store.adapters.publish(candidate))
+    other = JointTrainer(
+        FeatureLessons(a_student(home.draft), home.trainer.lessons.states), home.store, home.trainer.plan
+    )
+    again = other.update()
+    assert again is not None
+    for made, size in ((first, 5), (again, len(SOME))):
+        code = next(one for one in made.candidates if one.expert == "code")
+        assert code.vocabulary is not None
+        assert len(code.vocabulary) == size
+        rows = code.tensors[f"base_model.model.{HEAD}.lora_B.weight"]
+        assert len(rows) == size
+        assert bool(rows.isfinite().all())
+    held_out = other.draw(PLAN.steps).held_out
+    for update in (first, again):
+        serving = {one.expert: one for one in update.candidates}
+        assert JointMeasure(other, 1)(serving, "code", held_out, lambda: None).records == len(held_out)
+
+
 def test_each_expert_gets_the_tokens_of_its_own_traffic(tmp_path: Path) -> None:
     home = Home(tmp_path, {"code": 30, "prose": 30}, vocabulary=SOME)
     update = home.trainer.update()

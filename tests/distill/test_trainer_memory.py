@@ -24,6 +24,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.measuring.measures import JointMeasure
+from moedraft.distill.memory import snapshot
 from moedraft.distill.memory.snapshot import _unpacked
 from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.outlet import HomeOutlet
@@ -152,6 +153,35 @@ def test_rows_that_nobody_learned_are_left_out(tmp_path: Path) -> None:
     assert kept < whole
     again = restarted(home)
     assert same(again.trainer.update(), loop.trainer.update())
+    home.store.close()
+
+
+def test_tokens_that_earlier_records_held_are_remembered(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 16}, vocabulary=SOME)
+    loop = a_loop(home, home.trainer)
+    loop.run_once(SHARED)
+    loop.end()
+    counts = loop.trainer.vocabularies.counts("code")
+    assert counts is not None
+    again = restarted(home).trainer.vocabularies.counts("code")
+    assert again is not None
+    assert again.tolist() == counts.tolist()
+    home.store.close()
+
+
+@pytest.mark.parametrize(
+    "counts", [torch.ones(2, 2), torch.ones(2, dtype=torch.int64), torch.tensor([[3, 3], [1, 1]])]
+)
+def test_counts_that_are_none_are_refused(tmp_path: Path, counts: torch.Tensor) -> None:
+    home = Home(tmp_path, {"code": 16}, vocabulary=SOME)
+    learned(home)
+    found = trainer_file.read(home.store.home.path)
+    assert found is not None
+    words, tensors = snapshot.Words.model_validate_json(found[0]), found[1]
+    assert f"{snapshot.COUNTS}/code" in tensors
+    with pytest.raises(snapshot.Unfit):
+        snapshot.restore(home.trainer, words, {**tensors, f"{snapshot.COUNTS}/code": counts})
+    assert home.trainer.versions == {}
     home.store.close()
 
 

@@ -39,9 +39,17 @@ class Vocabularies:
         """The list of the adapter `name`; None where it uses the draft base's list."""
         return self._lists.get(name)
 
-    def restore(self, name: str, vocabulary: torch.Tensor | None) -> None:
-        """The list of the version that `name` goes on from."""
+    def counts(self, name: str) -> torch.Tensor | None:
+        """int64 [2, n]: tokens that the domain's traffic held, and how often; None where none is known."""
+        came = self._came.get(name)
+        return None if came is None else torch.tensor([[*came.keys()], [*came.values()]])
+
+    def restore(self, name: str, vocabulary: torch.Tensor | None, counts: torch.Tensor | None = None) -> None:
+        """The list of the version that `name` goes on from; counts: as `counts` gave them."""
         self._came.pop(name, None)
+        if counts is not None:
+            tokens, often = counts.tolist()
+            self._came[name] = Counter(dict(zip(tokens, often, strict=True)))
         if vocabulary is not None:
             self._lists[name] = vocabulary.to(torch.int64)
         else:

@@ -6,6 +6,8 @@ averages, and Adam's moments. With these a new trainer makes the next update as 
 made it, but for chance: whether an unsure record teaches its expert, and what a new adapter begins with, is
 drawn anew.
 
+Besides, it has how often each domain's traffic held which token, from which experts' lists are chosen.
+
 Rows in which all of this is zero are left out: an expert's factor of the output layer has a row for each
 token that anybody drafts, and learns those of its own tokens only.
 """
@@ -24,6 +26,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.feature.vocabulary import checked, union
 
 VOCABULARY = "vocabulary"  # the tokens that the student drafts; "vocabulary/NAME": an adapter's own
+COUNTS = "vocabulary.counts"  # "vocabulary.counts/NAME": how often its domain's traffic held which token
 MOMENTS = ("exp_avg", "exp_avg_sq", AVERAGE)  # in the optimiser's state of a factor, of the factor's shape
 Tensors = dict[str, torch.Tensor]
 
@@ -65,6 +68,8 @@ def taken(trainer: JointTrainer, names: Mapping[str, Stamp]) -> Tensors:
         own, optimiser = trainer.vocabularies.of(name), trainer.optimisers.get(name)
         if own is not None:
             tensors[f"{VOCABULARY}/{name}"] = _plain(own)
+        if (counts := trainer.vocabularies.counts(name)) is not None:
+            tensors[f"{COUNTS}/{name}"] = counts
         for key, factor in _factors(trainer, name).items():
             state = optimiser.state.get(factor, {}) if optimiser else {}
             if state:
@@ -90,10 +95,15 @@ def restore(trainer: JointTrainer, words: Words, tensors: Mapping[str, torch.Ten
 
 
 def _lists(trainer: JointTrainer, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The tokens that the student drafted; all lists are looked at. Raises CorruptAdapter, KeyError."""
-    for name in tensors:
-        if name.partition("/")[0] == VOCABULARY:
-            checked(tensors[name], trainer.student.vocab_size)
+    """The tokens that the student drafted; all lists are looked at. Raises what `restore` catches."""
+    for name, found in tensors.items():
+        kind = name.partition("/")[0]
+        if kind == VOCABULARY:
+            checked(found, trainer.student.vocab_size)
+        elif kind == COUNTS:
+            if found.dtype != torch.int64 or found.dim() != 2 or len(found) != 2 or bool((found < 0).any()):
+                raise Unfit("its counts of tokens are none")
+            checked(found[0].sort().values, trainer.student.vocab_size)
     return checked(tensors[VOCABULARY], trainer.student.vocab_size)
 
 
@@ -109,7 +119,8 @@ def _widen(trainer: JointTrainer, wanted: torch.Tensor) -> None:
 
 def _restore(trainer: JointTrainer, name: str, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
     trainer.forget(name)
-    trainer.vocabularies.restore(name, tensors.get(f"{VOCABULARY}/{name}"))
+    own, counts = (tensors.get(f"{part}/{name}") for part in (VOCABULARY, COUNTS))
+    trainer.vocabularies.restore(name, own, counts)
     trainer.student.add(name)
     trainer.versions[name] = version
     factors = _factors(trainer, name)
