@@ -14,6 +14,7 @@ again. The target answers the prompts first, which takes a quarter of an hour on
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,8 +111,9 @@ def measure(workplace: Workplace, name: str, seed: int, moments: Sequence[int], 
         shares = {by: sum(r[1] for r in rows) / sum(r[0] for r in rows) for by, rows in counts.items()}
         print(name, seed, steps, {by: round(share, 4) for by, share in shares.items()}, flush=True)
     made = which | {"commit": commit(), "counts": found}
+    known = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else []  # others may run too
     report = {"date": datetime.now(UTC).date().isoformat(), "runs": [*known, made]}
-    scratch = out.with_suffix(".tmp")
+    scratch = out.with_suffix(f".{os.getpid()}.tmp")
     scratch.write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
     scratch.rename(out)
 

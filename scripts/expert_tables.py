@@ -223,16 +223,17 @@ def _pairs(runs: list[dict[str, list[list[int]]]], factor: str) -> list[tuple[fl
 
 def records(found: dict[str, Any]) -> str:
     """By requests and steps, what one adapter guesses and what shared adapter and experts have more."""
-    alike = ("target", "dtype", "domains", "strength", "own_tokens")
-    assert len({tuple(run[key] for key in alike) for run in found["runs"]}) == 1, "these are not comparable"
+    alike = ("target", "dtype", "domains", "strength", "own_tokens", "steps")
+    settings = {str([run[key] for key in alike]) for run in found["runs"]}
+    assert len(settings) == 1, "runs of several settings are not comparable"
     arms: dict[tuple[int, str], dict[int, Any]] = {}
     for run in found["runs"]:
         arms.setdefault((run["requests"], run["arrangement"]), {})[run["seed"]] = run["counts"]
     rows = []
     for requests in sorted({number for number, _ in arms}):
-        ones, joint = arms[requests, SINGLE], arms[requests, JOINT]
+        ones, joint = (arms.get((requests, name), {}) for name in (SINGLE, JOINT))
         seeds = sorted(ones.keys() & joint.keys())
-        for steps in joint[seeds[0]]:
+        for steps in joint[seeds[0]] if seeds else ():
             single = _added([ones[seed] for seed in seeds], steps, "own")
             more = [_added([joint[seed] for seed in seeds], steps, by) for by in ("same", "own")]
             level = [f"{ratio(_first(single)).value:.3f}", f"{1 + ratio(_further(single)).value:.3f}"]

@@ -278,7 +278,8 @@ def check_lists(out: Path, pattern: str, own_tokens: int) -> None:
     for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
         found = json.loads(file.read_text(encoding="utf-8"))
         other = found.get("own_tokens", BEFORE_TOKENS)
-        if found["settings"]["target"] != "mini" and found["updates"] and other != own_tokens:
+        has_lists = other is not None and found["settings"]["target"] != "mini"
+        if has_lists and found["updates"] and other != own_tokens:
             raise SystemExit(
                 f"evidence.py: {file} was made with experts' lists of {other} tokens, and this run has "
                 f"{own_tokens}; give --own-tokens {other}, or name another --out."

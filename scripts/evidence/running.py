@@ -154,6 +154,7 @@ class Run:
         if self.arrangement.resumed:
             self.memory.keep(self.trainer, self.store.registry.purges(), now=True)  # there is no gate
         self.trainer.forget(SHARED)  # and all experts
+        self.trainer.vocabularies.forget()
         if self.arrangement.resumed:
             self.memory.restore(self.trainer)
 
@@ -231,8 +232,7 @@ def run(
         one = Run(bench, arrangement, store, seed)
         found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
         found["strength"] = one.trainer.plan.strength
-        if one.trainer.student.has_lists:
-            found["own_tokens"] = bench.own_tokens
+        found["own_tokens"] = bench.own_tokens if one.trainer.student.has_lists else None
         known = round(len(served) * arrangement.beforehand)
         before = one.tokens(held) if tell_tokens else None
         _learn_beforehand(one, served[:known], found)

@@ -384,7 +384,9 @@ def test_runs_of_one_pattern_share_the_length_of_lists(tmp_path: Path) -> None:
         command.check_lists(tmp_path, "steady", 8192)
     older.write_text(json.dumps(run | {"own_tokens": 8192}))
     command.check_lists(tmp_path, "steady", 8192)
-    older.write_text(json.dumps(run | {"settings": {"target": "mini"}}))  # its experts have no lists
+    older.write_text(json.dumps(run | {"own_tokens": None}))  # an independent draft model has no lists
+    command.check_lists(tmp_path, "steady", 8192)
+    older.write_text(json.dumps(run | {"settings": {"target": "mini"}}))  # from before that was told
     command.check_lists(tmp_path, "steady", 8192)
 
 

@@ -547,6 +547,23 @@ def test_a_version_with_a_short_list_is_taken_up_with_a_longer_one(tmp_path: Pat
         assert JointMeasure(other, 1)(serving, "code", held_out, lambda: None).records == len(held_out)
 
 
+def test_what_the_gate_throws_away_takes_no_tokens_of_the_records_with_it(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 16}, vocabulary=SOME)
+    update = home.trainer.update()
+    assert update is not None
+    for candidate in update.candidates:
+        home.trainer.published(home.store.adapters.publish(candidate))
+    held_once = torch.tensor([[95], [8]])  # by records that are no longer drawn
+    home.trainer.vocabularies.restore("code", home.trainer.vocabularies.of("code"), held_once)
+    home.trainer.forget(SHARED)
+    assert home.trainer.update() is not None
+    counts, tokens = home.trainer.vocabularies.counts("code"), home.trainer.vocabularies.of("code")
+    assert counts is not None
+    assert tokens is not None
+    assert dict(counts.T.tolist())[95] == 4
+    assert 95 in tokens
+
+
 def test_each_expert_gets_the_tokens_of_its_own_traffic(tmp_path: Path) -> None:
     home = Home(tmp_path, {"code": 30, "prose": 30}, vocabulary=SOME)
     update = home.trainer.update()

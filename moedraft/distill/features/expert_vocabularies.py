@@ -42,7 +42,7 @@ class Vocabularies:
     def counts(self, name: str) -> torch.Tensor | None:
         """int64 [2, n]: tokens that the domain's traffic held, and how often; None where none is known."""
         came = self._came.get(name)
-        return None if came is None else torch.tensor([[*came.keys()], [*came.values()]])
+        return torch.tensor([[*came.keys()], [*came.values()]]) if came else None
 
     def restore(self, name: str, vocabulary: torch.Tensor | None, counts: torch.Tensor | None = None) -> None:
         """The list of the version that `name` goes on from; counts: as `counts` gave them."""
@@ -90,5 +90,5 @@ class Vocabularies:
 
 
 def remembered(before: Counter[int], now: Counter[int]) -> Counter[int]:
-    """Counts after further records: a token that these lack counts half as much, but never nothing."""
+    """Counts after further records: what was before counts half, and 1 at least; the larger one is taken."""
     return Counter({token: max(before[token] // 2, 1) for token in before}) | now

@@ -290,7 +290,8 @@ class JointTrainer:
         if self.versions.get(name) == version:
             return
         self.forget(name)
-        self.vocabularies.restore(name, found[1].vocabulary if found else None)
+        counts = self.vocabularies.counts(name)  # the records are there, whatever became of what they taught
+        self.vocabularies.restore(name, found[1].vocabulary if found else None, counts)
         if found:
             stored = found[1]
             self._widen()

@@ -98,7 +98,7 @@ def _lists(trainer: JointTrainer, tensors: Mapping[str, torch.Tensor]) -> torch.
     """The tokens that the student drafted; all lists are looked at. Raises what `restore` catches."""
     for name, found in tensors.items():
         kind = name.partition("/")[0]
-        if kind == VOCABULARY:
+        if name == VOCABULARY or (kind == VOCABULARY and name.count("/") == 1):  # else of a domain so called
             checked(found, trainer.student.vocab_size)
         elif kind == COUNTS:
             if found.dtype != torch.int64 or found.dim() != 2 or len(found) != 2 or bool((found < 0).any()):
