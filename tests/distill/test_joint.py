@@ -553,14 +553,14 @@ def test_what_the_gate_throws_away_takes_no_tokens_of_the_records_with_it(tmp_pa
     assert update is not None
     for candidate in update.candidates:
         home.trainer.published(home.store.adapters.publish(candidate))
-    held_once = torch.tensor([[95], [8]])  # by records that are no longer drawn
+    held_once = torch.tensor([[95], [8000]])  # by records that are no longer drawn
     home.trainer.vocabularies.restore("code", home.trainer.vocabularies.of("code"), held_once)
     home.trainer.forget(SHARED)
     assert home.trainer.update() is not None
     counts, tokens = home.trainer.vocabularies.counts("code"), home.trainer.vocabularies.of("code")
     assert counts is not None
     assert tokens is not None
-    assert dict(counts.T.tolist())[95] == 4
+    assert dict(counts.T.tolist())[95] == 4000
     assert 95 in tokens
 
 
