@@ -67,7 +67,8 @@ EQUAL_WEIGHTS = """\
 - **Equal weights**: an adapter that stands alone has the rank of two that stand on each other, so as
   many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well, an
   expert [those of its own](experiments.md#how-long-an-experts-own-list-is): 8 192 in the runs of
-  [evidence-served](evidence-served.md), 4 096 in all others.
+  [evidence-served](evidence-served.md), 4 096 in all others. All these runs were made before lists kept the
+  tokens of earlier records.
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
   [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic;
