@@ -296,7 +296,7 @@ def live(bench: Any, name: str, updates: int = 1) -> dict[str, bool]:
     """By adapter that was published after so many updates: whether it changes anything."""
     stream = streams.traffic("steady", DOMAINS, 30, 0)
     served = [running.Served(r, r.domain) for r in bench.answers.records(stream.queries)]
-    with running._home(NAMES) as store:
+    with running.new_home(NAMES) as store:
         one = running.Run(bench, ARRANGEMENTS[name], store, 0)
         for _ in range(updates):
             one.feed(served)
@@ -329,7 +329,7 @@ def test_an_independent_draft_models_adapters_learn_as_the_arrangement_says(text
 
 def test_the_latest_window_forgets_what_came_before(bench: Any) -> None:
     stream = bench.answers.records(streams.traffic("steady", DOMAINS, 36, 0).queries)
-    with running._home(NAMES) as store:
+    with running.new_home(NAMES) as store:
         one = running.Run(bench, ARRANGEMENTS["latest-window"], store, 0)
         for first in (0, 18):
             one.feed([running.Served(r, r.domain) for r in stream[first : first + 18]])

@@ -233,7 +233,7 @@ class TinyWorkplace:
             "stream": [[10, 5, 2, 1]] * 30,
         }  # measured when all were served
         found = made_up(pattern, arrangement, seed, ends.get(arrangement, [0.4, 0.5, 0.3, 0.3]), **asked)
-        return found | {"settings": command.settings(self.args)}
+        return found | {"settings": command.settings(self.args), "own_tokens": self.args.own_tokens}
 
 
 @pytest.fixture
