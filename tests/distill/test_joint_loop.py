@@ -37,6 +37,15 @@ class FakeLessons:
     states: FakeStates = field(default_factory=FakeStates)
 
 
+class FakeVocabularies:
+    """Counts how often the counts of tokens were dropped."""
+
+    dropped = 0
+
+    def forget(self) -> None:
+        self.dropped += 1
+
+
 @dataclass
 class FakeJoint:
     """Makes candidates for the shared adapter and one expert from whatever is there."""
@@ -45,6 +54,7 @@ class FakeJoint:
     learner: str | None = None
     last: int = 7  # the newest record that an update knows of
     lessons: FakeLessons = field(default_factory=FakeLessons)
+    vocabularies: FakeVocabularies = field(default_factory=FakeVocabularies)
     live: list[tuple[str, int]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
@@ -306,3 +316,4 @@ def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:
     loop.forget_purged()
     assert loop.trainer.forgotten == [SHARED, "code", "prose"]  # type: ignore[attr-defined]
     assert loop.trainer.lessons.states.dropped == 1  # type: ignore[attr-defined]
+    assert loop.trainer.vocabularies.dropped == 1  # type: ignore[attr-defined]
