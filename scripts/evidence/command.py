@@ -250,10 +250,16 @@ def run_all(args: argparse.Namespace) -> None:
         print(f"{pattern}, {arrangement}, seed {seed}: {made['seconds']} s", flush=True)
 
 
+def others(out: Path, pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The runs of this pattern of traffic that are there, with which one more would be compared."""
+    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
+        yield file, json.loads(file.read_text(encoding="utf-8"))
+
+
 def check_precision(out: Path, pattern: str, precision: str) -> None:
     """Exits where runs of the same pattern of traffic, with which this one is compared, have another one."""
-    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
-        other = json.loads(file.read_text(encoding="utf-8")).get("precision")
+    for file, found in others(out, pattern):
+        other = found.get("precision")
         if other not in (None, precision):  # older runs tell none
             raise SystemExit(
                 f"evidence.py: {file} was made with a target in {other}, and this one is in {precision}; "
@@ -263,8 +269,7 @@ def check_precision(out: Path, pattern: str, precision: str) -> None:
 
 def check_strength(out: Path, pattern: str, strength: float) -> None:
     """Exits where runs of the same pattern of traffic published adapters with another strength."""
-    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
-        found = json.loads(file.read_text(encoding="utf-8"))
+    for file, found in others(out, pattern):
         other = found.get("strength", WHOLE)  # older runs tell none
         if found["updates"] and other != strength:
             raise SystemExit(
@@ -275,8 +280,7 @@ def check_strength(out: Path, pattern: str, strength: float) -> None:
 
 def check_lists(out: Path, pattern: str, own_tokens: int) -> None:
     """Exits where experts of runs of the same pattern of traffic had longer or shorter lists of tokens."""
-    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
-        found = json.loads(file.read_text(encoding="utf-8"))
+    for file, found in others(out, pattern):
         other = found.get("own_tokens", BEFORE_TOKENS)
         has_lists = other is not None and found["settings"]["target"] != "mini"
         if has_lists and found["updates"] and other != own_tokens:

@@ -22,7 +22,7 @@ from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import HEAD, MODULES, FeatureStudent
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.features.unrolled import unroll
-from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.lora.ranks import ALL, Kept
 from moedraft.distill.measuring.measures import JointMeasure
@@ -71,6 +71,15 @@ class Home:
             offset = seed + (1000 if name == "prose" else 0)
             records = [a_record(self.target, offset + i, domain=name, topk=8) for i in range(count)]
             self.store.replay.add(records)
+
+    def publish(self, update: JointUpdate) -> None:
+        for one in update.candidates:
+            self.trainer.published(self.store.adapters.publish(one))
+
+    def restarted(self) -> JointTrainer:
+        """A trainer that goes on from what is published."""
+        lessons = FeatureLessons(a_student(self.draft), self.trainer.lessons.states)
+        return JointTrainer(lessons, self.store, self.trainer.plan)
 
 
 def domains_of(records: list[ReplayRecord]) -> list[str]:
@@ -144,8 +153,7 @@ def test_updates_teach(tmp_path: Path) -> None:
     home = Home(tmp_path, {"code": 6, "prose": 6})
     first = home.trainer.update()
     assert first is not None
-    for candidate in first.candidates:
-        home.trainer.published(home.store.adapters.publish(candidate))
+    home.publish(first)
     second = home.trainer.update(steps=40)
     assert second is not None
     assert second.loss < 0.8 * first.loss
@@ -292,8 +300,8 @@ def test_what_was_learned_is_published_weaker_and_learned_on_whole(tmp_path: Pat
             for name in ("code", SHARED)
         }
     weights = {module: layer.weight for module, layer in home.student.layers.items()}
+    home.publish(update)
     for candidate in update.candidates:
-        home.trainer.published(home.store.adapters.publish(candidate))
         served = read_adapter(1, candidate.config, candidate.tensors, weights, candidate.vocabulary).deltas
         for module in MODULES[:-1]:  # the output layer's rows are those of a list of tokens
             a, b = served[module]
@@ -318,11 +326,8 @@ def test_the_figures_of_an_update_are_those_of_what_serves(tmp_path: Path) -> No
     made = {one.expert: one for one in update.candidates}
     tried, right = measure(made, "code", held_out, lambda: None).counts[:, 0].sum(0)[[1, 0]]
     assert made["code"].acceptance_after == pytest.approx(right / tried)
-    for one in update.candidates:
-        home.trainer.published(home.store.adapters.publish(one))
-    other = JointTrainer(
-        FeatureLessons(a_student(home.draft), home.trainer.lessons.states), home.store, home.trainer.plan
-    )
+    home.publish(update)
+    other = home.restarted()
     again = other.update()
     assert again is not None
     before = next(one.acceptance_before for one in again.candidates if one.expert == "code")
@@ -527,11 +532,8 @@ def test_a_version_with_a_short_list_is_taken_up_with_a_longer_one(tmp_path: Pat
     home.trainer.vocabularies.size = 5
     first = home.trainer.update()
     assert first is not None
-    for candidate in first.candidates:
-        home.trainer.published(home.store.adapters.publish(candidate))
-    other = JointTrainer(
-        FeatureLessons(a_student(home.draft), home.trainer.lessons.states), home.store, home.trainer.plan
-    )
+    home.publish(first)
+    other = home.restarted()
     again = other.update()
     assert again is not None
     for made, size in ((first, 5), (again, len(SOME))):
@@ -551,8 +553,7 @@ def test_what_the_gate_throws_away_takes_no_tokens_of_the_records_with_it(tmp_pa
     home = Home(tmp_path, {"code": 16}, vocabulary=SOME)
     update = home.trainer.update()
     assert update is not None
-    for candidate in update.candidates:
-        home.trainer.published(home.store.adapters.publish(candidate))
+    home.publish(update)
     held_once = torch.tensor([[95], [8000]])  # by records that are no longer drawn
     home.trainer.vocabularies.restore("code", home.trainer.vocabularies.of("code"), held_once)
     home.trainer.forget(SHARED)
@@ -593,8 +594,8 @@ def test_lists_outlive_the_trainer_and_reach_the_engine(tmp_path: Path) -> None:
     update = home.trainer.update()
     assert update is not None
     bank = ExpertBank(FeatureBaseInMemory(copy.deepcopy(home.draft), home.target))
+    home.publish(update)
     for candidate in update.candidates:
-        home.trainer.published(home.store.adapters.publish(candidate))
         found = home.store.adapters.load_live(candidate.expert, "base")
         assert found is not None
         bank.publish(candidate.expert, bank.read(1, found[1].config, found[1].tensors, found[1].vocabulary))

@@ -101,10 +101,15 @@ def _lists(trainer: JointTrainer, tensors: Mapping[str, torch.Tensor]) -> torch.
         if name == VOCABULARY or (kind == VOCABULARY and name.count("/") == 1):  # else of a domain so called
             checked(found, trainer.student.vocab_size)
         elif kind == COUNTS:
-            if found.dtype != torch.int64 or found.dim() != 2 or len(found) != 2 or bool((found < 0).any()):
-                raise Unfit("its counts of tokens are none")
-            checked(found[0].sort().values, trainer.student.vocab_size)
+            _check_counts(found, trainer.student.vocab_size)
     return checked(tensors[VOCABULARY], trainer.student.vocab_size)
+
+
+def _check_counts(found: torch.Tensor, vocab_size: int) -> None:
+    """Raises CorruptAdapter or Unfit where these are no counts of different tokens, as `taken` writes."""
+    if found.dtype != torch.int64 or found.dim() != 2 or len(found) != 2 or bool((found < 0).any()):
+        raise Unfit("its counts of tokens are none")
+    checked(found[0].sort().values, vocab_size)
 
 
 def _widen(trainer: JointTrainer, wanted: torch.Tensor) -> None:
