@@ -267,3 +267,28 @@ def _first(rows: np.ndarray) -> list[tuple[float, float]]:
 def _further(rows: np.ndarray) -> list[tuple[float, float]]:
     """By prompt, the tokens that drafts add to those of the steps, and steps."""
     return [(float(row[1:].sum()), float(row[0])) for row in rows]
+
+
+COUNTED = {"came": "tokens that came", "possible": "tokens that the target held possible, too"}
+
+
+def lists(found: dict[str, Any]) -> str:
+    """By what counts for a list, and its length, which share of held-out answers' tokens it holds."""
+    rows = []
+    for counts, words in COUNTED.items():
+        for size in sorted({run["size"] for run in found["runs"]}):
+            runs = [run for run in found["runs"] if (run["counts"], run["size"]) == (counts, size)]
+            held = {
+                domain: np.sum([run["domains"][domain] for run in runs], 0) for domain in runs[0]["domains"]
+            }
+            held["all"] = np.sum([*held.values()], 0)
+            shared = round(np.mean([run["lengths"]["shared"] for run in runs]))
+            every = [f"{own / tokens:.3f}" for tokens, own, _ in held.values()]
+            rows.append([words, f"{size}", *every, f"{held['all'][2] / held['all'][0]:.3f} of {shared}"])
+    head = ["what counts", "tokens of a list", *held, "all, the shared adapter's list"]
+    seeds = len({run["seed"] for run in found["runs"]})
+    note = (
+        f"{found['target']}, {found['requests']} requests of a steady mix, {seeds} seeds; {found['date']}. "
+        "Share of the tokens of held-out answers, none of which a list was chosen by."
+    )
+    return f"{table(head, rows)}\n\n{note}"

@@ -253,6 +253,7 @@ SOURCES = {
     "mixtures": ("mixtures.json", expert_tables.mixtures),
     "strength": ("strength.json", expert_tables.strength),
     "records": ("records.json", expert_tables.records),
+    "lists": ("lists.json", expert_tables.lists),
     "gate": ("gate.json", gate_tables.rules),
     "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),

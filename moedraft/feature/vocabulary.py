@@ -11,21 +11,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from moedraft.core import CorruptAdapter, ReplayRecord
 
 ANSWER_WEIGHT = 8  # of an answer's token beside a prompt's, when tokens are counted for a list
+UNIT = 128  # what a prompt's token counts, so that tokens that are hardly probable still count 1
 
 
 def counted(records: Iterable[ReplayRecord]) -> Counter[int]:
-    """How often each token comes in this traffic; answers count most, since they are what is drafted."""
-    counts: Counter[int] = Counter()
+    """How often each token comes in this traffic, or may come, in parts of UNIT.
+
+    Answers count most, since they are what is drafted. At each of their places all tokens count that the
+    target held possible, by their probability: a domain's next answers hold many of those that its answers
+    until now could have held (docs/experiments.md, "How long an expert's own list is").
+    """
+    ids, weights = [np.zeros(0, np.int64)], [np.zeros(0)]
     for record in records:
-        counts.update(record.token_ids[: record.num_prompt_tokens])
-        for token in record.token_ids[record.num_prompt_tokens :]:
-            counts[token] += ANSWER_WEIGHT
-    return counts
+        prompt = record.num_prompt_tokens
+        possible = np.exp(np.asarray(record.topk_logprobs, np.float64)).ravel()
+        ids += [np.asarray(record.token_ids, np.int64), np.asarray(record.topk_ids, np.int64).ravel()]
+        weights += [np.ones(prompt), np.full(len(record.token_ids) - prompt, ANSWER_WEIGHT)]
+        weights.append(ANSWER_WEIGHT * possible)
+    tokens, places = np.unique(np.concatenate(ids), return_inverse=True)
+    sums = np.ceil(UNIT * np.bincount(places, np.concatenate(weights), len(tokens))).astype(np.int64)
+    return Counter(
+        {token: count for token, count in zip(tokens.tolist(), sums.tolist(), strict=True) if count}
+    )
 
 
 def own_vocabulary(

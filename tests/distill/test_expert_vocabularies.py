@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.features import expert_vocabularies
 from moedraft.distill.features.expert_vocabularies import Vocabularies, remembered
+from moedraft.feature.vocabulary import ANSWER_WEIGHT, UNIT, counted
 
 GENERAL = torch.arange(10)
 
@@ -56,6 +59,31 @@ def test_what_a_domain_held_once_gives_way_to_nothing_that_it_never_held(
     lists.forget()  # as after a purge of the records
     lists.choose({"code": [record("code", [43])]})
     assert lists.of("code").tolist() == [1, 40, 41, 42, 43]
+
+
+def test_a_list_holds_what_the_target_held_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A domain's next answers will hold some of it, while most general tokens never come there."""
+    monkeypatch.setattr(expert_vocabularies, "OWN_TOKENS", 5)
+    lists = Vocabularies(GENERAL, 100)
+    possible = [[40, 50, 60], [41, 51, 61]], [[-0.1, -3.0, -8.0], [-0.1, -2.0, float("-inf")]]
+    answered = replace(record("code", [40, 41]), topk_ids=possible[0], topk_logprobs=possible[1])
+    lists.choose({"code": [answered]})
+    assert lists.of("code").tolist() == [1, 40, 41, 50, 51]  # by their probability
+    monkeypatch.setattr(expert_vocabularies, "OWN_TOKENS", 8)
+    lists = Vocabularies(GENERAL, 100)
+    lists.choose({"code": [answered]})
+    assert lists.of("code").tolist() == [0, 1, 2, 40, 41, 50, 51, 60]  # hardly possible, but more than others
+    assert lists.of(SHARED).tolist() == [*range(10), 40, 41, 50, 51, 60]
+
+
+def test_tokens_count_by_their_place_and_their_probability() -> None:
+    answered = replace(
+        record("code", [40, 41]), topk_ids=[[40, 50], [41, 50]], topk_logprobs=[[-math.log(2)] * 2] * 2
+    )
+    answer = ANSWER_WEIGHT * UNIT
+    assert counted([answered]) == {1: UNIT, 40: 1.5 * answer, 41: 1.5 * answer, 50: answer}
+    assert counted([answered, answered]) == {1: 2 * UNIT, 40: 3 * answer, 41: 3 * answer, 50: 2 * answer}
+    assert counted([]) == {}
 
 
 def test_counts_of_earlier_records_fade() -> None:
