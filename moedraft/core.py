@@ -207,6 +207,7 @@ class ReplayRecord:
     weights: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
     id: int = field(default=0, compare=False)  # in storage; 0 before it is there
+    held_out: bool | None = field(default=None, compare=False)  # only measures updates; None: not decided yet
 
     @property
     def belief(self) -> float:

@@ -30,8 +30,9 @@ from moedraft.core import SHARED, ReplayRecord, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
 from moedraft.distill.measuring.figures import expected_tokens
-from moedraft.distill.single.trainer import LAST_RATE, is_held_out
+from moedraft.distill.single.trainer import LAST_RATE
 from moedraft.showcase import shipped
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.store import Store
 from moedraft.system.build import opened
 

@@ -32,7 +32,7 @@ ROOMS = {
     "distill/lora": (4, 420),
     "distill/text": (7, 600),
     "distill/single": (3, 460),
-    "distill/judging": (9, 1282),
+    "distill/judging": (9, 1310),
     "distill/measuring": (4, 290),
     "distill/memory": (3, 300),
     "distill/pace": (5, 320),
@@ -65,7 +65,7 @@ ROOMS = {
     "showcase/serving": (3, 200),
     "storage": (12, 1950),
     "storage/records": (6, 675),
-    "storage/retention": (3, 210),
+    "storage/retention": (4, 290),
     "storage/versions": (5, 715),
     "storage/migrations": (19, 450),  # one more for each change of the schema
     "system": (5, 700),

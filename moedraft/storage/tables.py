@@ -106,12 +106,14 @@ replay = Table(
     Column("weights", Text),
     Column("heard", Text),
     Column("prompt", BigInteger),  # a hash of the prompt's tokens; null in records from before version 14
+    Column("held_out", Boolean),  # never trained on; null in records from before version 17
     sqlite_autoincrement=True,  # ids are never reused, so "newer than id" stays true after a purge
 )
 Index("replay_by_domain", replay.c.domain, replay.c.id)
 _of_source = (replay.c.domain, replay.c.source)
 Index("replay_by_source", *_of_source, replay.c.pinned, replay.c.id)
 Index("replay_by_prompt", *_of_source, replay.c.prompt, replay.c.id, replay.c.pinned)
+Index("replay_by_side", replay.c.domain, replay.c.prompt, replay.c.held_out)
 _where_heard: dict[str, Any] = dict.fromkeys(("sqlite_where", "postgresql_where"), text("heard IS NOT NULL"))
 Index("replay_heard", replay.c.id, replay.c.source, replay.c.heard, **_where_heard)
 

@@ -26,7 +26,6 @@ from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.lora.ranks import ALL, Kept
 from moedraft.distill.measuring.measures import JointMeasure
-from moedraft.distill.single.trainer import is_held_out
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.experts.adapter import read_adapter
 from moedraft.drafting.experts.lora import ExpertBank
@@ -200,8 +199,7 @@ def test_what_is_asked_again_and_again_teaches_once(tmp_path: Path) -> None:
     home = Home(tmp_path, {"prose": 20})
     home.trainer.last_id = home.store.replay.last_id()
     home.put({"code": 3}, seed=500)
-    probe = a_record(home.target, 900, domain="code", topk=8)
-    assert not is_held_out(probe)
+    probe = replace(a_record(home.target, 900, domain="code", topk=8), held_out=False)
     home.store.replay.add([probe] * 30)
     drawn = home.trainer.draw(8)
     texts = [tuple(one.token_ids) for one in drawn.fresh]
@@ -225,8 +223,7 @@ def test_what_is_asked_again_and_again_teaches_once(tmp_path: Path) -> None:
 def test_a_prompt_whose_newest_answer_teaches_nothing_is_learned_from_all_the_same(tmp_path: Path) -> None:
     """A client that repeats others' prompts with an answer of one token takes nothing away."""
     home = Home(tmp_path, {})
-    whole = a_record(home.target, 900, domain="code", topk=8)
-    assert not is_held_out(whole)
+    whole = replace(a_record(home.target, 900, domain="code", topk=8), held_out=False)
     end = whole.num_prompt_tokens + 1
     short = replace(
         whole,

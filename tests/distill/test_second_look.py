@@ -18,8 +18,8 @@ from moedraft.core import SHARED, Domain, StorageError
 from moedraft.distill.judging.gate import DOUBTFUL, Seen, Verdict, compare, decide, decide_again
 from moedraft.distill.judging.second_look import MOST, SecondLook
 from moedraft.distill.measuring.figures import Measured, joined
-from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage import changes
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.store import TARGET_ID, Store
 
 Pair = tuple[Measured, Measured]
@@ -178,7 +178,7 @@ def test_a_candidate_that_lost_what_its_line_had_is_not_published() -> None:
 
 def fresh(count: int, domain: str = "code", first: int = 100_000) -> list[Any]:
     found = (record(first + n, domain) for n in range(10 * count))
-    return [one for one in found if not is_held_out(one)][:count]
+    return [replace(one, held_out=False) for one in found if not is_held_out(one)][:count]
 
 
 @pytest.fixture

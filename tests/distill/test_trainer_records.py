@@ -12,8 +12,9 @@ import torch
 from distill_rig import Rig, record
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.single.trainer import Trainer, is_held_out
+from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import RecordBatch, grouped, shuffled_groups
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.store import TARGET_ID
 
 from random_models import random_model

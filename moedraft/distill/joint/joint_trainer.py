@@ -25,9 +25,10 @@ from moedraft.distill.averages import AveragingAdamW, averaged, weakened
 from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
-from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct, is_held_out
+from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct
 from moedraft.drafting.experts.adapter import scaling
 from moedraft.feature.vocabulary import union
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate
 

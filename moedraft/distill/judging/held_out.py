@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.records.replay import ReplayBuffer
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.retention.shares import Held, of_many, within_shares
 
 MOST, LEAST = 32, 8  # records of one domain

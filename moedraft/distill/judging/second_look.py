@@ -1,9 +1,9 @@
 """Looks a second time at candidates that the gate kept: on the records that came since, before an update
 is trained on them.
 
-One record in eight is held out, and one update brings few of them. But until the next update is trained on
-them, all new records are new to a candidate that was kept, so what serves and that candidate can be measured
-on each of them, in domains that it has learned. What is seen adds up over the line: the candidate, and those
+About one record in eight is held out, and one update brings few of them. But until the next update is trained
+on them, all new records are new to a candidate that was kept, so what serves and that candidate can be
+measured on each of them, in domains that it has learned. What is seen adds up over the line: the candidate, and those
 trained on from it, until one is published or thrown away (`gate.decide_again`).
 
 Simulated with sixteen records an update, two of them held out (tests/distill/test_second_look.py): without a
@@ -20,9 +20,10 @@ from moedraft.distill.judging.gate import Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
-from moedraft.distill.single.trainer import domains_taught, is_held_out
+from moedraft.distill.single.trainer import domains_taught
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.filing import filed
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.retention.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights

@@ -7,7 +7,6 @@ at every position of the answer.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -25,21 +24,15 @@ from moedraft.distill.text.batches import (
 )
 from moedraft.kernels import Kind, divergence, linear_divergence
 from moedraft.models import LanguageModel
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate
 
-HELD_OUT_EVERY = 8  # one record of this many is never trained on; it only measures updates
 MEASURED = 32  # held-out records that one update is measured by, at most
 SAMPLE = 512  # records that one update looks at, at most
 LAST_RATE = 0.2  # share of the learning rate that is left at the end of an update, so that the result settles
 
 OnStep = Callable[[int, float | None], None]  # optimiser steps done, their mean loss (None before the first)
-
-
-def is_held_out(record: ReplayRecord) -> bool:
-    """Whether this record only measures updates; that depends on its prompt alone."""
-    ids = ",".join(map(str, record.token_ids[: record.num_prompt_tokens]))
-    return zlib.crc32(ids.encode()) % HELD_OUT_EVERY == 0
 
 
 def domains_taught(records: Iterable[ReplayRecord], least: int) -> set[str]:

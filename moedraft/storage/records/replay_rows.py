@@ -67,6 +67,7 @@ def decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             pinned=row.pinned,
             weights=shares_of(row.weights),
             heard=shares_of(row.heard),
+            held_out=row.held_out,
             id=row.id,
             **payload._asdict(),
         )

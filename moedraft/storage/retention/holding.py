@@ -1,0 +1,65 @@
+"""Which records are held out: never trained on, so that the gate can judge updates by them.
+
+About one prompt in eight, by a hash of its tokens. By the hash alone a domain of sixteen records has none in
+one case of eight, and the gate would decide on its traffic without seeing it. So where a domain has fewer
+than its share, its next prompt is held out as well. That is decided once, when a record is stored: what was
+trained on never becomes held out, and copies of a prompt stay on one side while one of them is kept.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from moedraft.core import ReplayRecord
+from moedraft.storage.tables import replay
+
+EVERY = 8  # one prompt of this many is held out
+FIRST = 3  # the first of a domain by then
+
+
+def is_held_out(record: ReplayRecord) -> bool:
+    """Whether this record only measures updates; where storage has not decided that, by its prompt alone."""
+    if record.held_out is not None:
+        return record.held_out
+    ids = ",".join(map(str, record.token_ids[: record.num_prompt_tokens]))
+    return zlib.crc32(ids.encode()) % EVERY == 0
+
+
+def share(prompts: int) -> int:
+    """How many of so many prompts of a domain are held out at least."""
+    return max(0, prompts + EVERY - FIRST) // EVERY
+
+
+def decide(connection: Connection, rows: Sequence[dict[str, Any]], records: Sequence[ReplayRecord]) -> None:
+    """Set "held_out" in these records' new rows of the table, which are not added yet."""
+    counts: dict[str, dict[bool, int]] = {}
+    decided: dict[tuple[str, int], bool] = {}
+    for row, record in zip(rows, records, strict=True):
+        domain, key = row["domain"], (row["domain"], row["prompt"])
+        if key not in decided and (copies := _copies(connection, *key)):
+            decided[key] = is_held_out(record) if copies[0] is None else copies[0]
+        if key not in decided:
+            if domain not in counts:
+                counts[domain] = _counts(connection, domain)
+            known = counts[domain]
+            behind = record.held_out is None and known[True] < share(known[True] + known[False] + 1)
+            decided[key] = behind or is_held_out(record)
+            known[decided[key]] += 1
+        row["held_out"] = decided[key]
+
+
+def _counts(connection: Connection, domain: str) -> dict[bool, int]:
+    """How many prompts of the domain are trained on (False) and held out (True), of those decided on."""
+    query = select(replay.c.held_out, func.count(replay.c.prompt.distinct())).group_by(replay.c.held_out)
+    found = {row[0]: row[1] for row in connection.execute(query.where(replay.c.domain == domain))}
+    return {side: found.get(side, 0) for side in (False, True)}
+
+
+def _copies(connection: Connection, domain: str, prompt: int) -> list[bool | None]:
+    """What was decided on the domain's records with this prompt; None of those from before it was decided."""
+    same = (replay.c.domain == domain) & (replay.c.prompt == prompt)
+    return list(connection.scalars(select(replay.c.held_out).where(same).limit(1)))
