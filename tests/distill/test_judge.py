@@ -31,12 +31,13 @@ from moedraft.distill.measuring.figures import FEW, Measured
 from moedraft.distill.measuring.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.measuring.remembered import Remembered
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.single.trainer import Trainer, is_held_out
+from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes
 from moedraft.storage.filing import file_under, filed
+from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.store import Store
 from moedraft.storage.versions import version_rows
 
@@ -55,7 +56,7 @@ def store(store: Store) -> Store:
 def held_out(count: int, domain: str = "code", first: int = 0) -> list[ReplayRecord]:
     """Records of different prompts that no update is trained on."""
     found = (record(number, domain) for number in range(first, first + 20 * count + 200))
-    return [one for one in found if is_held_out(one)][:count]
+    return [replace(one, held_out=True) for one in found if is_held_out(one)][:count]
 
 
 # -- the records -----------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def held_out(count: int, domain: str = "code", first: int = 0) -> list[ReplayRec
 
 def test_the_newest_held_out_records_of_a_domain_are_found(store: Store) -> None:
     store.replay.add([record(number) for number in range(400)])
-    mine = [one for one in (record(number) for number in range(400)) if is_held_out(one)]
+    mine = [one for one in store.replay.records(newest_first=False) if is_held_out(one)]
     pool = HeldOut(store.replay)
     found = pool.records("code", 1, "tiny")
     assert [one.token_ids for one in found] == [one.token_ids for one in reversed(mine[-MOST:])]
@@ -580,7 +581,7 @@ def test_a_pin_goes_with_its_domain(store: Store) -> None:
 def test_a_new_loop_knows_what_the_one_before_learned(store: Store, kind: type[FakeTrainer]) -> None:
     loop, before = loop_of(store, kind, shared=0.1, code=0.1)
     loop.run_once("code")
-    before.value = {"code": -0.3}
+    before.value = {"code": -0.3, "shared": -0.3}
     loop.run_once("code")
     again, trainer = loop_of(store, kind)
     again.resume()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from moedraft.distill.judging.gate import MOST_KEPT, RISEN, Verdict, compare
+from moedraft.distill.judging.gate import MOST_KEPT, RISEN, WORSE, Verdict, compare
 from moedraft.distill.judging.shrinkage import estimates
 from moedraft.distill.judging.together import (
     LARGEST_SHARE,
@@ -84,10 +84,12 @@ def eight(rng: np.random.Generator, gain: float, old: float = 0.0, records: int 
     return {f"d{n}": options(rng, gain, old, records, static=-0.05) for n in range(8)}
 
 
-def shares(make: Callable[[np.random.Generator], Domains], trials: int = TRIALS) -> dict[str, float]:
-    """How often the shared adapter is published, and how often thrown away."""
-    rng = np.random.default_rng(1)
-    found = Counter(decide_together(make(rng), {}, "shared")["shared"].decision for _ in range(trials))
+def shares(
+    make: Callable[[np.random.Generator], Domains], trials: int = TRIALS, kept: int = 0
+) -> dict[str, float]:
+    """How often the shared adapter is published, and how often thrown away, after `kept` that were not."""
+    rng, before = np.random.default_rng(1), {"shared": kept}
+    found = Counter(decide_together(make(rng), before, "shared")["shared"].decision for _ in range(trials))
     return {name: found[name] / trials for name in ("promote", "discard")}
 
 
@@ -116,10 +118,12 @@ def test_without_a_gain_few_updates_pass(records: int) -> None:
     assert found["discard"] <= 0.14
 
 
-def test_what_clearly_harms_never_passes() -> None:
-    found = shares(lambda rng: eight(rng, -0.1, -0.05))
+@pytest.mark.parametrize(("gain", "kept", "least"), [(-0.1, 0, 0.0), (-0.1, MOST_KEPT, 0.9), (-0.5, 0, 0.9)])
+def test_what_clearly_harms_never_passes(gain: float, kept: int, least: float) -> None:
+    """It is thrown away at once where the harm is great, and else where it goes on for long."""
+    found = shares(lambda rng: eight(rng, gain, gain / 2), kept=kept)
     assert found["promote"] == 0
-    assert found["discard"] >= 0.4
+    assert found["discard"] >= least
 
 
 def test_an_update_that_helps_all_a_little_passes_most_of_the_time() -> None:
@@ -185,8 +189,21 @@ def test_a_domain_that_would_suffer_with_any_expert_stops_all() -> None:
 
 def test_what_harms_as_a_whole_goes_back_as_a_whole() -> None:
     rng = np.random.default_rng(3)
-    found = decisions(code=options(rng, -0.2, -0.2, 24), prose=options(rng, -0.2, -0.2, 24))
+    found = decisions(code=options(rng, -0.4, -0.4, 24), prose=options(rng, -0.4, -0.4, 24))
     assert set(found.values()) == {"discard"}
+
+
+def test_training_goes_on_from_what_harms_a_little_for_some_time() -> None:
+    rng = np.random.default_rng(3)
+    domains = {name: options(rng, -0.1, -0.1, 32) for name in ("code", "prose", "sql")}
+    found = decide_together(domains, {}, "shared")
+    assert found["shared"].better <= 0.1
+    assert {one.decision for one in found.values()} == {"keep"}
+    assert found["shared"].reason == WORSE
+    still = dict.fromkeys(("shared", *domains), MOST_KEPT - 1)
+    assert set(decisions(still, **domains).values()) == {"keep"}
+    worn_out = dict.fromkeys(("shared", *domains), MOST_KEPT)
+    assert set(decisions(worn_out, **domains).values()) == {"discard"}
 
 
 def test_an_expert_that_is_better_off_as_it_was_stays_behind() -> None:

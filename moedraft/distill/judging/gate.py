@@ -23,13 +23,15 @@ from moedraft.distill.measuring.figures import FEW, Chances, Measured, expected_
 
 Shares = NDArray[np.float64]
 
-SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
+SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate surely does harm
 SURE_AGAIN = 0.95  # the same where a line of candidates is looked at again
 CONFIRMED = 0.95  # probability that right tokens became more probable, which suffices as well
 DOUBTFUL = 0.3  # a promotion needs as much of the other of the two, and of a candidate's own records
 MOST_KEPT = 6  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … or so many where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
+RUINED = 0.1  # tokens per step; a candidate of a joint update that surely loses more is thrown away at once
+WORSE = "It is surely worse than what serves, which goes on serving; training goes on from it for some time."
 RISEN = "The right tokens have become more probable; that no more of them are guessed is within chance."
 PROBABLE = "The right tokens have become more probable, which suffices; by guesses alone a gain is not sure."
 DRAWS = 1000
@@ -171,6 +173,18 @@ def suffices(better: float, witness: float, enough: float = SURE) -> bool:
 def is_unseen(decision: GateDecision | None, gain: float | None, records: int | None) -> bool:
     """Whether something was published for its witness alone, while guesses showed no gain."""
     return decision == "promote" and gain is not None and gain <= 0 and (records or 0) >= FEW
+
+
+def patient(found: Verdict, kept: int) -> Verdict:
+    """Go on from a joint update's candidate that does some harm, as from one that shows nothing.
+
+    Going back to what serves would lose all that was learned since, and what the next updates teach mostly
+    makes up for the harm (docs/experiments.md, "What is thrown away").
+    """
+    ruined = found.high is not None and found.high < -RUINED
+    if found.decision != "discard" or ruined or kept >= MOST_KEPT:
+        return found
+    return replace(found, decision="keep", reason=found.reason or WORSE)
 
 
 def bounded(found: Verdict, kept: int) -> Verdict:

@@ -4,7 +4,8 @@ Such an update is one candidate for everybody. All held-out records are looked a
 a part of the traffic (`gate.decide`). If the whole is better, all of it is published, except for domains with
 evidence of harm. What one domain gains is estimated with a look at all (`shrinkage`): three records of
 its own prove little. A domain that is left out keeps its expert, or gets none, above the new shared adapter.
-If a domain would almost surely be worse off with any of these, nothing is published.
+If a domain would almost surely be worse off with any of these, nothing is published. A candidate that is
+not published is trained on, also where it does some harm (`gate.patient`).
 
 Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from it
@@ -38,6 +39,7 @@ from moedraft.distill.judging.gate import (
     decide,
     decide_again,
     is_unseen,
+    patient,
 )
 from moedraft.distill.judging.shrinkage import GainEstimate, estimates
 from moedraft.distill.measuring.figures import FEW, Measured, joined
@@ -126,10 +128,11 @@ def decide_together(
         below = options.base is not None and is_below(standing[name])
         aside = choice.kind == "base" if goes else below
         if options.new is not None or aside or (choice.kind == "none" and goes):
-            found = bounded(_of_expert(options, choice, prospects[name], whole), kept.get(name, 0))
+            before = kept.get(name, 0)
+            found = bounded(_of_expert(options, choice, prospects[name], whole), before)
             if aside and not goes:
                 found = replace(found, reason=found.reason or f"{BELOW}, which serves it from now on.")
-            verdicts[name] = replace(found, unadapted=aside if goes else aside or None)
+            verdicts[name] = replace(patient(found, before), unadapted=aside if goes else aside or None)
     return verdicts
 
 
@@ -188,6 +191,7 @@ def _whole(
         whole = decide(befores, afters, kept, shares_of(domains))
     else:
         whole = decide_again(befores, afters, seen, kept, shares_of(domains, again=True))
+    whole = patient(whole, kept)
     if all(options.static is not None for options in domains.values()):
         statics = joined([options.static for options in domains.values() if options.static is not None])
         whole = replace(whole, static=compare(statics, afters, shares_of(domains)).gain)
