@@ -30,7 +30,7 @@ def counted(records: Iterable[ReplayRecord]) -> Counter[int]:
     ids, weights = [np.zeros(0, np.int64)], [np.zeros(0)]
     for record in records:
         prompt = record.num_prompt_tokens
-        possible = np.exp(np.asarray(record.topk_logprobs, np.float64)).ravel()
+        possible = np.exp(np.minimum(np.asarray(record.topk_logprobs, np.float64), 0)).ravel()
         ids += [np.asarray(record.token_ids, np.int64), np.asarray(record.topk_ids, np.int64).ravel()]
         weights += [np.ones(prompt), np.full(len(record.token_ids) - prompt, ANSWER_WEIGHT)]
         weights.append(ANSWER_WEIGHT * possible)

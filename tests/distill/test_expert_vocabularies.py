@@ -87,6 +87,21 @@ def test_tokens_count_by_their_place_and_their_probability() -> None:
 
 
 def test_counts_of_earlier_records_fade() -> None:
-    found = remembered(Counter({1: 8, 2: 1}), Counter({2: 5, 3: 2}))
-    assert found == {1: 4, 2: 5, 3: 2}
-    assert remembered(remembered(found, Counter()), Counter()) == {1: 1, 2: 1, 3: 1}
+    found = remembered(Counter({1: 8 * UNIT, 2: UNIT, 4: 5}), Counter({2: 5 * UNIT, 3: 2}))
+    assert found == {1: 4 * UNIT, 2: 5 * UNIT, 3: 2, 4: 5}
+    for _ in range(9):
+        found = remembered(found, Counter())
+    assert found == {1: UNIT, 2: UNIT, 3: 2, 4: 5}  # what came stays before what was hardly possible
+
+
+def test_what_is_no_token_is_in_no_list() -> None:
+    lists = Vocabularies(GENERAL, 100)
+    wrong = replace(record("code", [40]), topk_ids=[[2**31 - 1, -1, 50]], topk_logprobs=[[9.0, 800.0, 0.5]])
+    lists.choose({"code": [wrong], SHARED: [wrong]})
+    for name in ("code", SHARED):
+        found = lists.of(name)
+        assert found is not None
+        assert {40, 50} <= set(found.tolist()) <= set(range(100))
+    counts = lists.counts("code")
+    assert counts is not None
+    assert counts[1].min() > 0

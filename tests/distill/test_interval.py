@@ -131,6 +131,8 @@ def test_an_update_pays_by_what_it_added_to_the_candidate(interval: Interval) ->
     assert pays == [True, False, True, False]
     assert interval.settled(outcome(0.2), 10.0, published=True, is_fresh=False)
     assert not interval.settled(outcome(0.0, "keep"), 10.0, published=False, is_fresh=False)
+    assert not interval.settled(outcome(-0.2, "keep"), 10.0, published=False, is_fresh=False)
+    assert not interval.settled(outcome(-0.05, "keep"), 10.0, published=False, is_fresh=False), "harm undone"
     assert interval.barren == 0, "no update of new records was among them"
 
 

@@ -287,6 +287,20 @@ def test_a_line_ends_with_a_decision(store: Store, end: Any) -> None:
     assert not seen_records(look, "code")
 
 
+def test_what_did_harm_says_nothing_of_what_is_trained_on_from_it(store: Store) -> None:
+    look = SecondLook(Figures(by_tensors), store)
+    kept(look, "code")
+    store.replay.add(fresh(3))
+    look.gather()
+    look.settled([candidate("code", -0.1)], {"code": Verdict("keep", better=0.3)}, store.replay.last_id())
+    assert seen_records(look, "code")
+    look.settled([candidate("code", -0.1)], {"code": Verdict("keep", better=0.05)}, store.replay.last_id())
+    assert not seen_records(look, "code")
+    store.replay.add(fresh(2, first=200_000))
+    look.gather()
+    assert seen_records(look, "code") == {"code": 2}  # the line itself goes on
+
+
 def test_a_line_ends_when_something_else_serves(store: Store) -> None:
     look = SecondLook(Figures(by_tensors), store)
     kept(look, "code")

@@ -63,9 +63,24 @@ def test_what_the_hash_holds_out_counts(replay: ReplayBuffer) -> None:
 
 def test_each_domain_has_its_own_share(replay: ReplayBuffer, registry: Registry) -> None:
     registry.add_domain(domain("python"))
-    replay.add([record(name, token=n) for n in OTHERS[:4] for name in ("sql", "python", "gone")])
+    names = {"sql": 0, "python": 4, "gone": 8}
+    replay.add([record(name, token=OTHERS[n + begin]) for n in range(4) for name, begin in names.items()])
     for name in ("sql", "python", SHARED):  # a domain that is not registered is the shared one
         assert sides(replay.records(name)) == [False, False, True, False]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prompt_is_on_the_same_side_in_every_domain(
+    replay: ReplayBuffer, registry: Registry, together: bool
+) -> None:
+    """The shared adapter learns from all of them."""
+    registry.add_domain(domain("python"))
+    made = [record(token=n) for n in OTHERS[:FIRST]]
+    made += [record("python", token=n) for n in [OTHERS[FIRST - 1], *OTHERS[:FIRST]]]
+    for some in [made] if together else [[one] for one in made]:
+        replay.add(some)
+    assert sides(replay.records("sql")) == [False, False, True]
+    assert sides(replay.records("python")) == [True, False, False, True]
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -1,4 +1,4 @@
-"""Which tokens each expert of a joint trainer drafts: those that its domain's traffic holds.
+"""Which tokens each expert of a joint trainer drafts: those that its domain's traffic holds, or might hold.
 
 The shared adapter, which drafts where no expert is known, has the draft base's own list, and what all experts
 and its own traffic have beside it, up to a bound. Lists live as long as the trainer, and come back from the
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union
+from moedraft.feature.vocabulary import UNIT, counted, own_vocabulary, ranked, union
 
 OWN_TOKENS = 8192  # of an expert, unless the draft base has fewer
 MOST_SHARED = 16_384  # of the shared adapter, unless the draft base has more
@@ -29,11 +29,13 @@ class Vocabularies:
 
         own: whether experts have lists of their own.
         """
-        self.general, self.always = general.cpu(), sorted(always)
+        self.general, self.vocab_size, self.always = general.cpu(), vocab_size, sorted(always)
         self.size = min(OWN_TOKENS, len(general))
         self.useful = own and self.size < vocab_size  # else every list would hold all tokens
         self._lists: dict[str, torch.Tensor] = {}
-        self._came: dict[str, Counter[int]] = {}  # by expert, how often its domain's traffic held a token
+        self._came: dict[
+            str, Counter[int]
+        ] = {}  # by expert, how often its domain's traffic held a token, or might have
 
     def of(self, name: str) -> torch.Tensor | None:
         """The list of the adapter `name`; None where it uses the draft base's list."""
@@ -67,7 +69,8 @@ class Vocabularies:
         """
         if not self.useful:
             return
-        together = counted(record for some in records.values() for record in some)
+        counts = {name: self._counted(some) for name, some in records.items()}
+        together = sum(counts.values(), Counter[int]())
         general, known = ranked(self.general, together), set(self.general.tolist())
         for name, some in records.items():
             if name != SHARED and some:
@@ -75,7 +78,7 @@ class Vocabularies:
                 learned = [
                     token for token in before if token not in known
                 ]  # else the domain's rarest would go
-                came = self._came[name] = remembered(self._came.get(name, Counter()), counted(some))
+                came = self._came[name] = remembered(self._came.get(name, Counter()), counts[name])
                 self._lists[name] = own_vocabulary(
                     came, self.size, [*learned, *before, *general], self.always
                 )
@@ -84,11 +87,19 @@ class Vocabularies:
         chosen = ranked(torch.tensor(others, dtype=torch.int64), together)[:room]
         self._lists[SHARED] = union([self.general, torch.tensor(chosen, dtype=torch.int64)])
 
+    def _counted(self, records: Sequence[ReplayRecord]) -> Counter[int]:
+        """As `counted`, without what is no token."""
+        found = counted(records)
+        return Counter({token: found[token] for token in found if 0 <= token < self.vocab_size})
+
     def all(self) -> torch.Tensor:
         """Every token that some adapter or the draft base drafts."""
         return union([self.general, *self._lists.values()])
 
 
 def remembered(before: Counter[int], now: Counter[int]) -> Counter[int]:
-    """Counts after further records: what was before counts half, and 1 at least; the larger one is taken."""
-    return Counter({token: max(before[token] // 2, 1) for token in before}) | now
+    """Counts after further records: what was before counts half; the larger one is taken.
+
+    None falls below UNIT by that, so what came comes before what was hardly possible, however long ago.
+    """
+    return Counter({token: max(count // 2, min(count, UNIT)) for token, count in before.items()}) | now

@@ -179,7 +179,7 @@ def patient(found: Verdict, kept: int) -> Verdict:
     """Go on from a joint update's candidate that does some harm, as from one that shows nothing.
 
     Going back to what serves would lose all that was learned since, and what the next updates teach mostly
-    makes up for the harm (docs/experiments.md, "What is thrown away").
+    makes up for the harm (docs/experiments.md, "What the gate threw away").
     """
     ruined = found.high is not None and found.high < -RUINED
     if found.decision != "discard" or ruined or kept >= MOST_KEPT:

@@ -3,8 +3,8 @@ is trained on them.
 
 About one record in eight is held out, and one update brings few of them. But until the next update is trained
 on them, all new records are new to a candidate that was kept, so what serves and that candidate can be
-measured on each of them, in domains that it has learned. What is seen adds up over the line: the candidate, and those
-trained on from it, until one is published or thrown away (`gate.decide_again`).
+measured on each of them, in domains that it has learned. What is seen adds up over the line: the candidate,
+and those trained on from it, until one is published, thrown away, or does harm (`gate.decide_again`).
 
 Simulated with sixteen records an update, two of them held out (tests/distill/test_second_look.py): without a
 gain fewer lines are published than by one look at each candidate, and small gains are published sooner.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.gate import Seen, Verdict
+from moedraft.distill.judging.gate import SURE, Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -66,6 +66,8 @@ class SecondLook:
         if line is None or line.shared != shared or line.made[name].parent != made[name].parent:
             line = self._lines[name] = Line(made, last_id, shared)
         line.made, line.last_id = made, last_id
+        if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
+            line.seen.clear()
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {_prompt(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}

@@ -132,7 +132,9 @@ def decide_together(
             found = bounded(_of_expert(options, choice, prospects[name], whole), before)
             if aside and not goes:
                 found = replace(found, reason=found.reason or f"{BELOW}, which serves it from now on.")
-            verdicts[name] = replace(patient(found, before), unadapted=aside if goes else aside or None)
+            if whole.decision != "discard":  # else the expert's weights go with those of the shared adapter
+                found = patient(found, before)
+            verdicts[name] = replace(found, unadapted=aside if goes else aside or None)
     return verdicts
 
 

@@ -77,7 +77,7 @@ class Interval:
         gain = outcome.gain if outcome else None
         added = None if gain is None or unseen else gain - self._line
         is_kept = not published and outcome is not None and outcome.decision == "keep"
-        self._line = (gain or 0.0) if is_kept else 0.0
+        self._line = max(gain or 0.0, 0.0) if is_kept else 0.0  # to make good what did harm saves nothing
         self._seconds = self._seconds if is_kept else 0.0
         self._settled_at, self._compared = time.time(), (-A_FEW, False)
         return self.payback.is_paid(added, seconds)

@@ -3,7 +3,8 @@
 About one prompt in eight, by a hash of its tokens. By the hash alone a domain of sixteen records has none in
 one case of eight, and the gate would decide on its traffic without seeing it. So where a domain has fewer
 than its share, its next prompt is held out as well. That is decided once, when a record is stored: what was
-trained on never becomes held out, and copies of a prompt stay on one side while one of them is kept.
+trained on does not become held out, and copies of a prompt stay on one side, in whichever domain, while one
+of them is kept.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ def share(prompts: int) -> int:
 def decide(connection: Connection, rows: Sequence[dict[str, Any]], records: Sequence[ReplayRecord]) -> None:
     """Set "held_out" in these records' new rows of the table, which are not added yet."""
     counts: dict[str, dict[bool, int]] = {}
-    decided: dict[tuple[str, int], bool] = {}
+    decided: dict[int, bool] = {}
     for row, record in zip(rows, records, strict=True):
-        domain, key = row["domain"], (row["domain"], row["prompt"])
-        if key not in decided and (copies := _copies(connection, *key)):
-            decided[key] = is_held_out(record) if copies[0] is None else copies[0]
-        if key not in decided:
+        domain, prompt = row["domain"], row["prompt"]
+        if prompt not in decided and (copies := _copies(connection, prompt)):
+            decided[prompt] = is_held_out(record) if copies[0] is None else copies[0]
+        if prompt not in decided:
             if domain not in counts:
                 counts[domain] = _counts(connection, domain)
             known = counts[domain]
             behind = record.held_out is None and known[True] < share(known[True] + known[False] + 1)
-            decided[key] = behind or is_held_out(record)
-            known[decided[key]] += 1
-        row["held_out"] = decided[key]
+            decided[prompt] = behind or is_held_out(record)
+            known[decided[prompt]] += 1
+        row["held_out"] = decided[prompt]
 
 
 def _counts(connection: Connection, domain: str) -> dict[bool, int]:
@@ -59,7 +60,7 @@ def _counts(connection: Connection, domain: str) -> dict[bool, int]:
     return {side: found.get(side, 0) for side in (False, True)}
 
 
-def _copies(connection: Connection, domain: str, prompt: int) -> list[bool | None]:
-    """What was decided on the domain's records with this prompt; None of those from before it was decided."""
-    same = (replay.c.domain == domain) & (replay.c.prompt == prompt)
-    return list(connection.scalars(select(replay.c.held_out).where(same).limit(1)))
+def _copies(connection: Connection, prompt: int) -> list[bool | None]:
+    """What was decided on a record with this prompt, if there is one; None for one from before that."""
+    query = select(replay.c.held_out).where(replay.c.prompt == prompt).order_by(replay.c.held_out.desc())
+    return list(connection.scalars(query.limit(1)))

@@ -12,4 +12,5 @@ down_revision = "0016"
 
 def upgrade() -> None:
     op.add_column("replay", sa.Column("held_out", sa.Boolean))
-    op.create_index("replay_by_side", "replay", ["domain", "prompt", "held_out"])
+    op.create_index("replay_by_side", "replay", ["domain", "held_out", "prompt"])
+    op.create_index("replay_sides", "replay", ["prompt", "held_out"])
