@@ -33,9 +33,8 @@ class Vocabularies:
         self.size = min(OWN_TOKENS, len(general))
         self.useful = own and self.size < vocab_size  # else every list would hold all tokens
         self._lists: dict[str, torch.Tensor] = {}
-        self._came: dict[
-            str, Counter[int]
-        ] = {}  # by expert, how often its domain's traffic held a token, or might have
+        # By expert, how often its domain's traffic held a token, or might have.
+        self._came: dict[str, Counter[int]] = {}
 
     def of(self, name: str) -> torch.Tensor | None:
         """The list of the adapter `name`; None where it uses the draft base's list."""
