@@ -286,9 +286,9 @@ def lists(found: dict[str, Any]) -> str:
             every = [f"{own / tokens:.3f}" for tokens, own, _ in held.values()]
             rows.append([words, f"{size}", *every, f"{held['all'][2] / held['all'][0]:.3f} of {shared}"])
     head = ["what counts", "tokens of a list", *held, "all, the shared adapter's list"]
-    seeds = len({run["seed"] for run in found["runs"]})
     note = (
-        f"{found['target']}, {found['requests']} requests of a steady mix, {seeds} seeds; {found['date']}. "
-        "Share of the tokens of held-out answers, none of which a list was chosen by."
+        f"{found['target']}, {found['requests']} requests of a steady mix; {found['date']}. Share of the "
+        "tokens of held-out answers, which no list was chosen by. Here all records that came until then "
+        "choose a list; a trainer reads some of them in each update, and none that are held out."
     )
     return f"{table(head, rows)}\n\n{note}"

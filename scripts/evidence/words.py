@@ -46,9 +46,9 @@ METHOD_TEXT = """## How it was measured
 - **Labels are hidden**: domains are the router's answer, after it was fitted on 40 example prompts a domain
   that are neither served nor held out. *True labels* is the exception.
 {weights}
-- **Equal updates**: the same number of updates and steps, unless a title says otherwise. One record in eight
-  is held back from training in every arrangement, since the gate needs it; arrangements without a gate
-  publish every update.
+- **Equal updates**: the same number of updates and steps, unless a title says otherwise. About one record
+  in eight is held back from training in every arrangement, since the gate needs it; arrangements without a
+  gate publish every update.
 - **With gate**: the gate, after each update once. A server also makes *further updates* from the same records
   while they still bring something; arrangements with some of these, fewer than a server's, have a section of
   their own. Not in these figures:
@@ -67,7 +67,11 @@ EQUAL_WEIGHTS = """\
 - **Equal weights**: an adapter that stands alone has the rank of two that stand on each other, so as
   many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well, an
   expert [those of its own](experiments.md#how-long-an-experts-own-list-is): 8 192 in the runs of
-  [evidence-served](evidence-served.md), 4 096 in all others. All these runs were made before lists kept the
+  [evidence-served](evidence-served.md), 4 096 in all others. Lists count what the target held possible, a
+  domain's share of the records is held out, and training goes on from candidates that do some harm
+  ([what that changed](experiments.md#what-the-gate-threw-away)) in the runs of
+  [evidence-served](evidence-served.md) with a shift and return, a slow drift, reworded prompts, and prompts
+  whose second half is of another domain; all other runs were made before that, and before lists kept the
   tokens of earlier records.
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
