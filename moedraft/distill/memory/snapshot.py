@@ -6,8 +6,7 @@ averages, and Adam's moments. With these a new trainer makes the next update as 
 made it, but for chance: whether an unsure record teaches its expert, and what a new adapter begins with, is
 drawn anew.
 
-Besides, it has how often each domain's traffic held which token, or might have, from which experts' lists are
-chosen.
+Besides, it has the counts of tokens from which experts' lists are chosen.
 
 Rows in which all of this is zero are left out: an expert's factor of the output layer has a row for each
 token that anybody drafts, and learns those of its own tokens only.
@@ -27,8 +26,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.feature.vocabulary import checked, union
 
 VOCABULARY = "vocabulary"  # the tokens that the student drafts; "vocabulary/NAME": an adapter's own
-# "vocabulary.possible/NAME": how often its domain's traffic held which token, or might have (`counted`)
-COUNTS = "vocabulary.possible"
+COUNTS = "vocabulary.possible"  # "vocabulary.possible/NAME": those of `feature.vocabulary.counted`
 MOMENTS = ("exp_avg", "exp_avg_sq", AVERAGE)  # in the optimiser's state of a factor, of the factor's shape
 Tensors = dict[str, torch.Tensor]
 
