@@ -12,7 +12,7 @@ MODELS = {
 }
 OTHER_PAGE = {
     "smollm2": " What the default does as it is published now stands on "
-    "[evidence-served](evidence-served.md); more arrangements with the present gate, at full strength, on "
+    "[evidence-served](evidence-served.md); more arrangements with nearly this gate, at full strength, on "
     "[evidence-turns](evidence-turns.md); arrangements without a gate, and the paper's experiments, on "
     "[evidence](evidence.md). A stream of 960 requests: [evidence-long](evidence-long.md). The same with an "
     "independent draft model: [evidence-mini](evidence-mini.md).",
@@ -54,8 +54,9 @@ METHOD_TEXT = """## How it was measured
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The runs of [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md) are of
-  the present gate; all others were made with the forms that it had at their time, which publish
+  three. Four orders of [evidence-served](evidence-served.md) (above) are of the present gate; its others and
+  those of [evidence-turns](evidence-turns.md) decide alike on what is published, but throw joint candidates
+  away sooner. All others were made with the forms that the gate had at their time, which publish
   [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
