@@ -296,6 +296,7 @@ def joint_loop(rig: Rig, *, gate: bool = False) -> JointLoop:
 @pytest.mark.parametrize("gate", [False, True])
 def test_one_update_teaches_all_domains_and_the_engine_drafts_better(rig: Rig, gate: bool) -> None:
     loop = joint_loop(rig, gate=gate)
+    loop.trainer.plan = replace(loop.trainer.plan, steps=60)
     before = {name: rig.serve(name, 24, seed) for seed, name in enumerate(("code", "prose"))}
     assert loop.due() == SHARED
     assert loop.run_once(SHARED) is not None
