@@ -63,8 +63,8 @@ class Vocabularies:
     def choose(self, records: Mapping[str, Sequence[ReplayRecord]]) -> None:
         """New lists for the experts with these records, by domain, and for the shared adapter.
 
-        The tokens of the domain's records come first, those of earlier updates too, then the others of the
-        list before, then the commonest general ones.
+        The tokens that the domain's records hold, or might hold, come first, those of earlier updates too,
+        then the others of the list before, then the commonest general ones.
         """
         if not self.useful:
             return

@@ -176,10 +176,10 @@ def is_unseen(decision: GateDecision | None, gain: float | None, records: int | 
 
 
 def patient(found: Verdict, kept: int) -> Verdict:
-    """Go on from a joint update's candidate that does some harm, as from one that shows nothing.
+    """The verdict, but a joint update's candidate that does some harm is kept, as one that shows neither.
 
-    Going back to what serves would lose all that was learned since, and what the next updates teach mostly
-    makes up for the harm (docs/experiments.md, "What the gate threw away").
+    Going back to what serves would lose all that was learned since. Where it was tried, the next updates made
+    up for the harm (docs/experiments.md, "What the gate threw away"). kept: as in `bounded`.
     """
     ruined = found.high is not None and found.high < -RUINED
     if found.decision != "discard" or ruined or kept >= MOST_KEPT:

@@ -23,7 +23,7 @@ from moedraft.storage.records.codec import shares_of
 from moedraft.storage.records.replay_rows import answers_in, decoded, row_of
 from moedraft.storage.records.states import PIECE, add_states, read_states, size_of_states, trim_states
 from moedraft.storage.retention.eviction import POLICIES, Policy, evict
-from moedraft.storage.retention.holding import decide
+from moedraft.storage.retention.holding import hold_out
 from moedraft.storage.retention.shares import (
     LEAST_TAUGHT,
     Held,
@@ -100,7 +100,7 @@ class ReplayBuffer:
             known = {SHARED, *connection.scalars(select(domains.c.name))}
             for row in rows:
                 row["domain"] = row["domain"] if row["domain"] in known else SHARED
-            decide(connection, rows, records)
+            hold_out(connection, rows, records)
             stored = insert(replay).returning(replay.c.id, sort_by_parameter_order=True)
             ids = connection.scalars(stored, rows).all()
             kept = {number: one for number, one in zip(ids, states, strict=False) if one is not None}

@@ -19,7 +19,7 @@ from moedraft.core import ReplayRecord
 from moedraft.storage.tables import replay
 
 EVERY = 8  # one prompt of this many is held out
-FIRST = 3  # the first of a domain by then
+FIRST = 3  # prompts of a domain, of which one is held out at the latest
 
 
 def is_held_out(record: ReplayRecord) -> bool:
@@ -35,8 +35,11 @@ def share(prompts: int) -> int:
     return max(0, prompts + EVERY - FIRST) // EVERY
 
 
-def decide(connection: Connection, rows: Sequence[dict[str, Any]], records: Sequence[ReplayRecord]) -> None:
-    """Set "held_out" in these records' new rows of the table, which are not added yet."""
+def hold_out(connection: Connection, rows: Sequence[dict[str, Any]], records: Sequence[ReplayRecord]) -> None:
+    """Decide which of these records are held out, and say so in the rows of the table that are to be added.
+
+    rows: of the records, in their order, with the domains under which they are stored.
+    """
     counts: dict[str, dict[bool, int]] = {}
     decided: dict[int, bool] = {}
     for row, record in zip(rows, records, strict=True):
