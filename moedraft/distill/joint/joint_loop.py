@@ -29,8 +29,8 @@ class JointLoop(DistillLoop):
     """As `DistillLoop`, but each update trains all adapters, and the gate judges them together.
 
     Requests are scarce, spare time often is not. So further updates are made from the records that are there,
-    until the gate discards one, or a few brought no gain that is worth their time. The gate's held-out records
-    are never trained on, so this ends when nothing more is to be learned from the others.
+    until the gate discards one, or a few brought no gain that is worth their time. The gate's held-out
+    records are never trained on, so this ends when nothing more is to be learned from the others.
     """
 
     trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates

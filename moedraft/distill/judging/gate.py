@@ -176,7 +176,7 @@ def is_unseen(decision: GateDecision | None, gain: float | None, records: int | 
 
 
 def patient(found: Verdict, kept: int) -> Verdict:
-    """The verdict, but a joint update's candidate that does some harm is kept, as one that shows neither.
+    """The verdict, but a joint update's candidate that does some harm is kept, as one that shows nothing.
 
     Going back to what serves would lose all that was learned since. Where it was tried, the next updates made
     up for the harm (docs/experiments.md, "What the gate threw away"). kept: as in `bounded`.
