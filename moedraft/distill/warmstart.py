@@ -69,9 +69,9 @@ def warm_start(
 ) -> WarmStart:
     """Teach `domain` from `count` of its examples. Versions that pass the gate are published and loaded.
 
-    Where so few answers are held out that the gate has nothing to go by, the domain's own expert is published
-    on trial: it is taken back if the other examples do worse with it. No other adapter is changed: these
-    examples say nothing of their domains.
+    Where fewer than four answers are held out, what is published of the domain's own expert is on trial: all of
+    it is taken back if the other examples do worse with it. Where the gate has published nothing by so few, the
+    last update is published on trial. No other adapter is changed: these examples say nothing of their domains.
 
     chat: the examples go through the model's chat template, where it has one.
 
@@ -81,17 +81,20 @@ def warm_start(
     before = _measure(system, domain.name, held_out, on_progress, "Measuring before", chat)
     _answer(system, domain.name, chosen, on_progress, "Answering examples", chat, learn=True)
     updates: list[Update] = []
+    doubtful: list[int] = []  # versions that too few held-out records speak for
     with loop.only(domain.name):
         for part in range(UPDATES):
             on_trial = part == UPDATES - 1 and not updates and _cannot_tell(loop)
             update = _update(loop, domain.name, steps // UPDATES, part, on_progress, on_trial=on_trial)
             updates += [update] if update is not None else []
+            doubtful += _doubtful(loop, domain.name)
     system.refresh()
     after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
     why = None if updates else "The gate did not find it surely better."
-    if on_trial and (before or 0.0) > (after or 0.0):
-        _take_back(system, loop, domain.name)
-        updates, why = [], NO_TRIAL
+    if doubtful and (before or 0.0) > (after or 0.0):
+        _take_back(system, loop, domain.name, doubtful)
+        updates = [one for one in updates if one.version.version not in doubtful]
+        why = None if updates else NO_TRIAL
     return WarmStart(len(chosen), len(held_out), updates, before, after, why)
 
 
@@ -131,11 +134,15 @@ def _cannot_tell(loop: DistillLoop) -> bool:
     return any(one.decision == "keep" and (one.gate_records or 0) < FEW for one in loop.outcomes)
 
 
-def _take_back(system: System, loop: DistillLoop, name: str) -> None:
-    """Roll back the expert that the last update has published on trial, and say so in the log."""
-    live = system.store.registry.live(name)
-    made = [one.version for one in loop.outcomes if one.expert == name and one.version != one.parent]
-    if live is not None and live.version in made:
+def _doubtful(loop: DistillLoop, name: str) -> list[int]:
+    """The version of the expert that the last update published by too few held-out records, if it did."""
+    made = [one for one in loop.outcomes if one.expert == name and one.version != one.parent]
+    return [one.version for one in made if (one.gate_records or 0) < FEW]
+
+
+def _take_back(system: System, loop: DistillLoop, name: str, versions: Sequence[int]) -> None:
+    """Roll the expert back as long as one of these versions serves, and say so in the log."""
+    while (live := system.store.registry.live(name)) is not None and live.version in versions:
         verdict = Verdict("withdraw", reason=NO_TRIAL)
         now = loop.outlet.withdraw(name, live.version)
         used = int(system.store.registry.get_meta(f"trained:{name}") or 0)

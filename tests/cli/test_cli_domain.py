@@ -192,7 +192,7 @@ def test_warm_start_raises_acceptance(run: Run, home: Path, low: Path, pair: Pai
     )
     assert result.code == 0, result.err
     warm = result.data["warm_start"]
-    assert (warm["answered"], warm["held_out"], warm["updates"], warm["version"]) == (8, 4, 1, 1)  # on trial
+    assert (warm["answered"], warm["held_out"], warm["updates"], warm["version"]) == (8, 4, 2, 2)  # by one held-out record
     assert warm["acceptance_before"] is not None
     assert warm["acceptance_after"] > warm["acceptance_before"]
     experts = run("stats", "--json", "--home", home).data["experts"]
@@ -211,17 +211,32 @@ def test_a_warm_start_on_trial_is_taken_back_where_it_does_harm(
     )
     warm = result.data["warm_start"]
     assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (0, 0, 0.4)
-    [version] = run("adapter", "list", "low", "--json", "--home", home).data["adapters"]
-    assert version["state"] == "rolled_back"
+    versions = run("adapter", "list", "low", "--json", "--home", home).data["adapters"]
+    assert [version["state"] for version in versions] == ["rolled_back", "rolled_back"]
     log = run("adapter", "list", "low", "--json", "--home", home).data["updates"]
-    assert [one["decision"] for one in log[-2:]] == ["along", "withdraw"]
+    assert [one["decision"] for one in log] == ["promote", "promote", "keep", "withdraw", "withdraw"]
+    assert [one["version"] for one in log[-2:]] == [1, 0]
     assert log[-1]["reason"].startswith("It was on trial")
+
+
+@pytest.mark.usefixtures("brief")
+def test_what_enough_records_speak_for_stays_whatever_the_other_examples_say(
+    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.distill.warmstart.FEW", 1)
+    rates = iter([0.5, 0.4])
+    monkeypatch.setattr("moedraft.distill.warmstart._measure", lambda *_: next(rates))
+    result = run(
+        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
+    )
+    warm = result.data["warm_start"]
+    assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (2, 2, 0.4)
 
 
 @pytest.mark.usefixtures("brief")
 def test_warm_start_is_reported_in_words(run: Run, home: Path, low: Path, pair: Pair) -> None:
     result = run("domain", "register", "low", "--examples", low, "--warm-start", 99, *pair, "--home", home)
-    assert "8 examples answered, 1 updates; acceptance on 4 held-out examples" in result.out
+    assert "8 examples answered, 2 updates; acceptance on 4 held-out examples" in result.out
 
 
 def paused(loop: DistillLoop, *_: object, **__: object) -> None:
