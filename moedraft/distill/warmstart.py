@@ -69,9 +69,10 @@ def warm_start(
 ) -> WarmStart:
     """Teach `domain` from `count` of its examples. Versions that pass the gate are published and loaded.
 
-    Where fewer than four answers are held out, what is published of the domain's own expert is on trial: all of
-    it is taken back if the other examples do worse with it. Where the gate has published nothing by so few, the
-    last update is published on trial. No other adapter is changed: these examples say nothing of their domains.
+    Where fewer than four answers are held out, what is published of the domain's own expert is on trial: all
+    of it is taken back if the other examples do worse with it. Where the gate has published nothing by so
+    few, the last update is published on trial. No other adapter is changed: these examples say nothing of
+    their domains.
 
     chat: the examples go through the model's chat template, where it has one.
 
