@@ -72,7 +72,7 @@ SOURCES = {
     f"experts + {ANSWERS}": "auto",
     f"{ONE} + {ANSWERS}": "auto",
 }
-BATCHED = ("plain", *SOURCES)  # that are measured in full batches
+NAMES = ("plain", *SOURCES)
 QUEUE = 5  # requests that one place in the batch serves of a queue
 LEARNED = "bench_experts.json"  # in a home: what was learned
 Prompts = list[tuple[str, str]]  # domain and prompt
@@ -84,26 +84,28 @@ Batches = tuple[dict[str, list[Pair]], dict[str, list[list[int]]]]  # by system:
 class Systems:
     """What is compared, on one target; each with a draft budget of its own, as if it served alone."""
 
-    def __init__(self, system: System, one: System) -> None:
-        """one: with one adapter for all domains; the other has experts."""
-        self.system, self.one = system, one
-        self.budgets = {
-            name: copy.deepcopy(self.of(name).engine.chooser.budget) for name in ("plain", *SOURCES)
-        }
+    def __init__(self, system: System, one: System | None = None, names: Sequence[str] = NAMES) -> None:
+        """one: with one adapter for all domains; the other has experts. names: which are compared."""
+        self.system, self.one, self.names = system, one, names
+        self.budgets = {name: copy.deepcopy(self.of(name).engine.chooser.budget) for name in names}
         self.lookups: dict[str, LookupDrafter] = {}
         self.begin_to_look_up()
-        for name in (name for name in SOURCES if name.startswith("static")):
+        for name in (name for name in names if name.startswith("static")):
             self.budgets[name].acceptance.clear()  # what is known there is the experts' acceptance
 
     def begin_to_look_up(self) -> None:
         """From now on no system knows how often what it looks up is right."""
         self.lookups = {
             name: LookupDrafter(self.of(name).engine.chooser.lookup.past if name.endswith(ANSWERS) else None)
-            for name in SOURCES
+            for name in self.names
+            if name in SOURCES
         }
 
     def of(self, name: str) -> System:
-        return self.one if name.startswith(ONE) else self.system
+        if not name.startswith(ONE):
+            return self.system
+        assert self.one is not None
+        return self.one
 
     def drafts(self, name: str, domain: str) -> str:
         """Who drafts for a request of this domain."""
@@ -120,10 +122,10 @@ class Systems:
 
 
 def answer(
-    systems: Systems, name: str, prompts: Prompts, max_tokens: int
+    systems: Systems, name: str, prompts: Prompts, params: SamplingParams
 ) -> tuple[list[RequestOutput], float]:
     """The answers to all prompts at once, and the seconds they took."""
-    engine, params = systems.of(name).engine, SamplingParams(max_tokens=max_tokens)
+    engine = systems.of(name).engine
     with systems.serving(name):
         began = time.perf_counter()
         options: dict[str, Any] = {"draft": name != "plain", "capture": False, "chat": True}
@@ -137,13 +139,13 @@ def answer(
         return [done[i] for i in ids], time.perf_counter() - began
 
 
-def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) -> dict[str, Any]:
+def learn(system: System, loop: DistillLoop, prompts: Prompts, params: SamplingParams) -> dict[str, Any]:
     """Serve the stream and learn from it: updates between two steps of the engine, then in its idle time.
 
     While requests come an update is made for new records only; after the last one it goes on by itself, as
     long as the gate does not throw an update away.
     """
-    engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
+    engine = system.engine
     waiting, spent, decisions = list(prompts), [0.0], list[list[str | None]]()
     began = time.perf_counter()
 
@@ -186,22 +188,22 @@ def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) 
     }
 
 
-def one_by_one(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Answered:
+def one_by_one(systems: Systems, prompts: Prompts, params: SamplingParams, rounds: int) -> Answered:
     """Every system answers every prompt alone; the systems take turns at each prompt."""
-    names = ["plain", *SOURCES]
+    names = list(systems.names)
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in names}
     outputs: dict[str, list[RequestOutput]] = {name: [] for name in names}
     for number in range(rounds):
         for i, prompt in enumerate(prompts):
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                [output], took = answer(systems, name, [prompt], max_tokens)
+                [output], took = answer(systems, name, [prompt], params)
                 seconds[name][i].append(took)
                 if number == 0:
                     outputs[name].append(output)
     return {name: (outputs[name], [median(each) for each in seconds[name]]) for name in names}
 
 
-def in_a_queue(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Batches:
+def in_a_queue(systems: Systems, prompts: Prompts, params: SamplingParams, rounds: int) -> Batches:
     """Every system answers queues of prompts of all domains, with a full batch as long as prompts wait.
 
     The systems take turns at each queue. Each has answered one before, so that its budget has seen full
@@ -211,12 +213,13 @@ def in_a_queue(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int)
     queues = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)] or [prompts]
     answers: dict[str, list[list[int]]] = {}
     rates: dict[str, list[Pair]] = {}
-    for name in BATCHED:
-        answer(systems, name, queues[0], max_tokens)
+    names = systems.names
+    for name in names:
+        answer(systems, name, queues[0], params)
     for _ in range(rounds):
         for i, queue in enumerate(queues):
-            for name in BATCHED[i % len(BATCHED) :] + BATCHED[: i % len(BATCHED)]:
-                outputs, took = answer(systems, name, queue, max_tokens)
+            for name in (*names[i % len(names) :], *names[: i % len(names)]):
+                outputs, took = answer(systems, name, queue, params)
                 rates.setdefault(name, []).append((float(sum(len(o.token_ids) for o in outputs)), took))
                 answers.setdefault(name, []).extend(o.token_ids for o in outputs)
     return rates, answers
@@ -297,7 +300,8 @@ def first_guesses(
 
 def measure(systems: Systems, prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
     """All figures on the held-out prompts, together and by domain."""
-    found = one_by_one(systems, prompts, args.max_tokens, args.rounds)
+    params = SamplingParams(max_tokens=args.max_tokens)
+    found = one_by_one(systems, prompts, params, args.rounds)
     plain = [output.token_ids for output in found["plain"][0]]
     hits = first_guesses(systems, prompts, found["plain"][0])
     domains: dict[str, Any] = {}
@@ -305,7 +309,7 @@ def measure(systems: Systems, prompts: Prompts, args: argparse.Namespace) -> dic
         mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
         part = {n: ([out[i] for i in mine], [took[i] for i in mine]) for n, (out, took) in found.items()}
         domains[domain] = figures(part, {name: [each[i] for i in mine] for name, each in hits.items()})
-    rates, batched = in_a_queue(systems, prompts, args.max_tokens, args.queue_rounds)
+    rates, batched = in_a_queue(systems, prompts, params, args.queue_rounds)
     whole = plain[: len(batched["plain"]) // args.queue_rounds] * args.queue_rounds
     alone = [[o.token_ids for o in outputs] == plain for outputs, _ in found.values()]
     return {
@@ -334,7 +338,7 @@ def prompts_for(args: argparse.Namespace, split: str, count: int, seed: int) -> 
     return [(name, each[name][i]) for i in range(count) for name in names if i < len(each[name])]
 
 
-def taught(system: System, stream: Prompts, max_tokens: int, seed: int) -> dict[str, Any]:
+def taught(system: System, stream: Prompts, params: SamplingParams, seed: int) -> dict[str, Any]:
     """Register the domains, serve the stream and learn from it, unless the home has done so before."""
     done = system.settings.home / LEARNED
     if not done.exists():
@@ -347,9 +351,17 @@ def taught(system: System, stream: Prompts, max_tokens: int, seed: int) -> dict[
         register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
         loop = build_loop(system.settings, system.store)
         loop.trainer.seed = 1000 * seed
-        done.write_text(json.dumps(learn(system, loop, stream, max_tokens)), encoding="utf-8")
+        done.write_text(json.dumps(learn(system, loop, stream, params)), encoding="utf-8")
     learned: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
     return learned
+
+
+def begin(systems: Systems, prompts: Prompts, params: SamplingParams) -> None:
+    """Let each system's budget see a few answers before anything is timed."""
+    for name in systems.names:
+        for prompt in prompts:
+            answer(systems, name, [prompt], params)
+    systems.begin_to_look_up()  # what the stream's own prompts found was found in their own answers
 
 
 @contextmanager
@@ -379,13 +391,11 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
         stream = prompts_for(args, "stream", args.requests, seed)
         for each in (system, one):
             warm_up(each)
-        learned = {"learning": taught(system, stream, args.max_tokens, seed)}
-        learned["learning of one adapter"] = taught(one, stream, args.max_tokens, seed)
+        params = SamplingParams(max_tokens=args.max_tokens)
+        learned = {"learning": taught(system, stream, params, seed)}
+        learned["learning of one adapter"] = taught(one, stream, params, seed)
         systems = Systems(system, one)
-        for name in systems.budgets:  # each budget sees a few answers before anything is timed
-            for prompt in stream[: 2 * args.domains.count(",") + 2]:
-                answer(systems, name, [prompt], args.max_tokens)
-        systems.begin_to_look_up()  # what the stream's own prompts found was found in their own answers
+        begin(systems, stream[: 2 * args.domains.count(",") + 2], params)
         measured = measure(systems, prompts_for(args, "dev", args.heldout, seed), args)
         costs = step_costs(system)
         own = [step_costs(system, domain)["draft_ms"] for domain in args.domains.split(",")]

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Measure what drafting brings where answers are sampled: a stream is served, learned from, and compared.
+
+    python scripts/bench_sampled.py --data ../shared/data --out results/smollm2/sampled.json
+
+As `bench_experts.py`, with answers drawn at a temperature, as most servers of chats do. The stream is
+drawn at `--learned-at`; then held-out prompts are answered at each of `--temperatures`, 0 being greedy.
+Verification is the engine's own, by default chain, which keeps to the target's distribution; the answers of
+two systems differ, so they are not compared with each other.
+
+Reported are, with 95 % intervals over the prompts (bootstrap, paired): tokens per second at batch 1 and in
+full batches, tokens per target step, and the drafter's acceptance: Σ min(p, q) over the tokens, of the
+target's distribution p and the drafter's q, at each place of answers that the target gave alone. That is how
+often a first drafted token is accepted there; of greedy answers, how often it is the target's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_experts import (
+    ANSWERS,
+    DOMAINS,
+    Answered,
+    Pair,
+    Prompts,
+    Systems,
+    begin,
+    in_a_queue,
+    one_by_one,
+    prompts_for,
+    rounded,
+    taught,
+)
+
+from moedraft.chat import prompt_ids
+from moedraft.config import load_settings
+from moedraft.core import SamplingParams
+from moedraft.drafting.base import FeatureBase, features_of
+from moedraft.showcase.bench import surroundings
+from moedraft.showcase.findings.estimates import change, quotient, ratio
+from moedraft.showcase.measure import step_costs, warm_up
+from moedraft.system.build import System, opened
+
+NAMES = ("plain", "static", "experts", ANSWERS, f"static + {ANSWERS}", f"experts + {ANSWERS}")
+DRAFTERS = ("static", "experts")
+QUOTIENTS = (
+    ("experts", "static"),
+    ("experts", ANSWERS),
+    (f"experts + {ANSWERS}", ANSWERS),
+    (f"experts + {ANSWERS}", f"static + {ANSWERS}"),
+)
+
+
+def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits [N, V] → what is drawn from, [N, V]; greedy: all on the most likely token."""
+    if temperature:
+        return (logits.float() / temperature).softmax(-1)
+    return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+
+
+@torch.inference_mode()
+def acceptances(
+    systems: Systems, prompt: tuple[str, str], answer: list[int], temperature: float
+) -> dict[str, Pair]:
+    """By drafter: Σ min(p, q) of its first drafted token, summed over the answer's tokens, and their number.
+
+    The first token of the answer is left out: a feature drafter has nothing to guess it from.
+    """
+    system: System = systems.system
+    domain, words = prompt
+    text, count = [*prompt_ids(system.target.tokenizer, words, chat=True), *answer], len(answer) - 1
+    if not count:
+        return dict.fromkeys(DRAFTERS, (0.0, 0.0))
+    ids = torch.tensor([text], device=system.target.device)
+    logits = system.target.forward(system.target.new_cache(1), 0, ids, [0])[0, -count - 1 : -1]
+    wanted, found = distribution(logits, temperature), {}
+    features = features_of(system.draft, system.target, text)
+    assert isinstance(system.draft, FeatureBase)
+    assert features is not None
+    draft = system.draft.hf
+    for name in DRAFTERS:
+        with systems.serving(name):
+            system.bank.select([domain])
+            hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
+            drawn = distribution(draft.logits(hidden[:, -count:])[0], temperature)
+            accepted = torch.minimum(wanted[:, draft.vocabulary], drawn).sum()
+        found[name] = float(accepted), float(count)
+    return found
+
+
+def figures(found: Answered, accepted: dict[str, list[Pair]]) -> dict[str, Any]:
+    """Each system's speed and tokens a step, some of them beside others, and what the experts changed."""
+    speed, length = {}, {}
+    for name, (outputs, seconds) in found.items():
+        tokens = [float(len(output.token_ids)) for output in outputs]
+        speed[name] = list(zip(tokens, seconds, strict=True))
+        steps = [float(max(1, output.speculation.num_steps)) for output in outputs]
+        length[name] = list(zip(tokens, steps, strict=True))
+    gain = change(accepted["static"], accepted["experts"])
+    return {
+        **{
+            name: {
+                "tokens_per_second": rounded(ratio(speed[name])),
+                "times_plain": rounded(quotient(speed[name], speed["plain"])),
+                "tokens_per_step": rounded(ratio(length[name])),
+            }
+            for name in found
+        },
+        **{f"{a} / {b}": rounded(quotient(speed[a], speed[b])) for a, b in QUOTIENTS},
+        "acceptance": {
+            "static": rounded(gain.before),
+            "experts": rounded(gain.after),
+            "gain": rounded(gain.difference),
+        },
+    }
+
+
+def by_domain(prompts: Prompts, accepted: dict[str, list[Pair]]) -> dict[str, Any]:
+    """The drafter's acceptance before and after the stream, of each domain."""
+    found = {}
+    for domain in sorted({name for name, _ in prompts}):
+        mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
+        before, after = ([accepted[name][i] for i in mine] for name in DRAFTERS)
+        gain = change(before, after)
+        found[domain] = {"static": rounded(gain.before), "experts": rounded(gain.after)}
+    return found
+
+
+def measure(
+    systems: Systems, prompts: Prompts, params: SamplingParams, args: argparse.Namespace
+) -> dict[str, Any]:
+    """All figures at one temperature, together and by domain."""
+    found = one_by_one(systems, prompts, params, args.rounds)
+    each = [
+        acceptances(systems, prompt, output.token_ids, params.temperature)
+        for prompt, output in zip(prompts, found["plain"][0], strict=True)
+    ]
+    accepted = {name: [one[name] for one in each] for name in DRAFTERS}
+    rates, _ = in_a_queue(systems, prompts, params, args.queue_rounds)
+    return {
+        "all": figures(found, accepted),
+        "by_domain": by_domain(prompts, accepted),
+        "batch": {name: rounded(quotient(rate, rates["plain"])) for name, rate in rates.items()},
+        "prompts": len(prompts),
+    }
+
+
+def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
+    """One home, from nothing to learned experts; one that has learned before is only measured."""
+    settings = load_settings(home=home, target=args.target, draft=args.draft, update_every=args.update_every)
+    with opened(settings) as system:
+        warm_up(system)
+        stream = prompts_for(args, "stream", args.requests, seed)
+        drawn = SamplingParams(max_tokens=args.max_tokens, temperature=args.learned_at)
+        report: dict[str, Any] = {"learning": taught(system, stream, drawn, seed), "temperatures": {}}
+        prompts = prompts_for(args, "dev", args.heldout, seed)
+        systems = Systems(system, names=NAMES)
+        for temperature in args.temperatures:
+            params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature)
+            begin(systems, stream[: args.domains.count(",") + 1], params)
+            report["temperatures"][f"{temperature:g}"] = measure(systems, prompts, params, args)
+            show(temperature, report["temperatures"][f"{temperature:g}"])
+        return {**report, "step_ms": step_costs(system), **surroundings(system)}
+
+
+def show(temperature: float, found: dict[str, Any]) -> None:
+    part = found["all"]
+    speeds = "  ".join(
+        f"{name} {part[name]['times_plain'][0]:.2f}×/{part[name]['tokens_per_step'][0]:.2f}" for name in NAMES
+    )
+    print(f"temperature {temperature:g}: {speeds}, {part['acceptance']}, batch {found['batch']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--domains", default=DOMAINS)
+    parser.add_argument("--requests", type=int, default=60, help="of the stream, for each domain")
+    parser.add_argument("--heldout", type=int, default=8, help="prompts of each domain to measure with")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--learned-at", type=float, default=1.0, help="temperature of the stream")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.0])
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="times that each answer is timed; the median counts"
+    )
+    parser.add_argument("--queue-rounds", type=int, default=1, help="times that each queue is answered")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
+    parser.add_argument("--update-every", type=int, default=32)
+    args = parser.parse_args()
+    given = {key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")}
+    report: dict[str, Any] = {"settings": given, "date": datetime.now(UTC).date().isoformat(), "seeds": []}
+    for seed in range(args.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            report["seeds"].append(run(args, seed, args.homes / str(seed) if args.homes else Path(folder)))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
