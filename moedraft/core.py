@@ -208,6 +208,7 @@ class ReplayRecord:
     heard: dict[str, float] = field(default_factory=dict)
     id: int = field(default=0, compare=False)  # in storage; 0 before it is there
     held_out: bool | None = field(default=None, compare=False)  # only measures updates; None: not decided yet
+    temperature: float = 0.0  # at which the answer was sampled; 0: greedy, or not known
 
     @property
     def belief(self) -> float:

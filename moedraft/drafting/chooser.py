@@ -12,7 +12,7 @@ import torch
 
 from moedraft.core import Sequence
 from moedraft.drafting.drafter import ExpertDrafter, NoDrafter
-from moedraft.drafting.lengths.acceptance import RowAcceptance
+from moedraft.drafting.lengths.acceptance import AcceptanceModel, RowAcceptance
 from moedraft.drafting.lengths.budget import Budget, StopRule, survival_of
 from moedraft.drafting.lookup.drafter import LookupDrafter
 from moedraft.drafting.lookup.past_answers import PastAnswers
@@ -112,7 +112,8 @@ class Chooser:
         limits = self._catch_up(rows, limits)
         if not any(limits):
             return looked
-        rule = StopRule(self.budget, experts, means, limits, fixed, looked)
+        models = [self._model(row, expert) for row, expert in zip(rows.sequences, experts, strict=True)]
+        rule = StopRule(self.budget, models, means, limits, fixed, looked)
         return merged(self.model.propose(rows, limits, rule.another), looked)
 
     def experts_changed(self, rows: list[Sequence]) -> None:
@@ -123,8 +124,11 @@ class Chooser:
 
     def _mean(self, row: Sequence, expert: str) -> float:
         """How likely the next token that this expert drafts for this row is accepted."""
-        prior = self.budget.model(expert).mean
+        prior = self._model(row, expert).mean
         return self._rows[row.request_id].mean(prior) if row.request_id in self._rows else prior
+
+    def _model(self, row: Sequence, expert: str) -> AcceptanceModel:
+        return self.budget.model(expert, sampled=row.params.temperature > 0)
 
     def _look_up(self, rows: Rows, fixed: list[bool]) -> Proposal:
         if self.source == "model":
@@ -158,7 +162,7 @@ class Chooser:
         for b in drafted:
             # A draft that gives NaN is refused by verification; its confidence is none.
             chances = [0.0 if math.isnan(chance) else chance for chance in proposal.confidences[b]]
-            model = self.budget.model(proposal.experts[b])
+            model = self._model(evidence.rows[b], proposal.experts[b])
             model.observe(chances, evidence.accepted[b], proposal.versions[b])
         for b, row in enumerate(evidence.rows):
             lately = self._rows.setdefault(row.request_id, RowAcceptance())

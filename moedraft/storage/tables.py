@@ -107,6 +107,7 @@ replay = Table(
     Column("heard", Text),
     Column("prompt", BigInteger),  # a hash of the prompt's tokens; null in records from before version 14
     Column("held_out", Boolean),  # never trained on; null in records from before version 17
+    Column("temperature", Float, nullable=False, server_default="0"),  # 0 too where it was not stored yet
     sqlite_autoincrement=True,  # ids are never reused, so "newer than id" stays true after a purge
 )
 Index("replay_by_domain", replay.c.domain, replay.c.id)

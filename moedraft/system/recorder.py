@@ -219,6 +219,7 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
         pinned=sequence.pinned,
         weights=sequence.weights,
         heard=sequence.heard,
+        temperature=sequence.params.temperature,
     )
 
 

@@ -350,10 +350,27 @@ def test_each_drafter_learns_from_its_own_rows() -> None:
     evidence = evidence_of(rows, made, [0, 1, 0])
     one.observe(evidence)
     assert rates[looked.length] < before  # it was refused
-    assert set(budget.acceptance) >= {"code"}
+    assert ("code", False) in budget.acceptance
     assert [hit for _, hit in budget.model("code").seen] == [1.0, 0.0]
     assert not budget.model("sql").seen
     assert model.observed == [evidence]
+
+
+def test_sampled_rows_say_nothing_of_greedy_ones() -> None:
+    """Both are of one expert; its guesses are taken in greedy rows alone."""
+    model, budget = ScriptedModel(0.8), Planned(Plan(True), steps=1)
+    one = chooser(budget, model)
+    sampled = row(1, 7, 8, expert="code")
+    sampled.params = replace(sampled.params, temperature=0.7)
+    rows = rows_of(row(0, 5, 6, expert="code"), sampled)
+    for _ in range(30):
+        one.observe(evidence_of(rows, one.propose(rows), [1, 0]))
+    assert budget.model("code").mean > 0.8 > 0.3 > budget.model("code", sampled=True).mean
+    for old in rows.sequences:
+        one.forget(old)
+    one.propose(rows)  # as new requests
+    means, *_ = budget.asked[-1]
+    assert means[0] > 0.8 > 0.3 > means[1]
 
 
 def test_a_row_is_planned_for_by_its_own_acceptance() -> None:

@@ -40,6 +40,8 @@ class FeatureBatch:
     lengths: torch.Tensor  # int64 [B], of the answers
     topk_ids: torch.Tensor  # int64 [B, A, k], in the draft vocabulary: the target's distribution of each
     topk_logprobs: torch.Tensor  # float32 [B, A, k]; of the answer's tokens
+    temperatures: torch.Tensor  # float32 [B], at which the answers were sampled; 0: greedy
+    known: torch.Tensor  # float32 [B, A, k]: `topk_logprobs` as the target gave them, of all its tokens
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def collate(
         topk_logprobs[b, : row.answer, :k] = torch.tensor(record.topk_logprobs[: row.answer])
         before.append(pad(found[row.entries], (0, 0, context - row.prompt + 1, 0)))
         after.append(pad(found[begin - 1 : begin - 1 + row.answer], (0, 0, 0, answer - row.answer)))
+    known = topk_logprobs.to(device)
     topk_ids, topk_logprobs = within(vocabulary(topk_ids), topk_logprobs)
     return FeatureBatch(
         owners=[owners[i] for i in order],
@@ -133,6 +136,8 @@ def collate(
         lengths=torch.tensor([row.answer for row in rows], device=device),
         topk_ids=topk_ids.to(device),
         topk_logprobs=topk_logprobs.to(device),
+        temperatures=torch.tensor([row.record.temperature for row in rows], device=device),
+        known=known,
     )
 
 

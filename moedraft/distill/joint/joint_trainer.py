@@ -270,16 +270,16 @@ class JointTrainer:
     @torch.no_grad()
     def measure(
         self, records: Sequence[ReplayRecord], on_batch: Callable[[], None] = lambda: None
-    ) -> dict[str, tuple[int, int]]:
-        """By domain, how many first guesses were the target's token and how many were made; SHARED: all."""
-        found: dict[str, tuple[int, int]] = {}
+    ) -> dict[str, tuple[float, float]]:
+        """By domain, how many first guesses were accepted and how many were made; SHARED: all."""
+        found: dict[str, tuple[float, float]] = {}
         for first in range(0, len(records), self.plan.rows):
             chosen = records[first : first + self.plan.rows]
             names = [record.domain for record in chosen]
             owners, guessed = self.lessons.guessed(chosen, names, 1, self.plan.max_tokens)
             for owner, (hits, tries) in zip(owners, guessed.counts[:, 0].tolist(), strict=True):
                 for name in {owner, SHARED}:
-                    before = found.get(name, (0, 0))
+                    before = found.get(name, (0.0, 0.0))
                     found[name] = before[0] + hits, before[1] + tries
             on_batch()
         return found
@@ -308,7 +308,7 @@ class JointTrainer:
         sizes: tuple[Counter[str], Counter[str]],
         steps: int,
         loss: float,
-        rates: tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]],
+        rates: tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]],
     ) -> Candidate:
         """Export `name`. sizes: records used and held out, by adapter; rates: `measure` before and after."""
         used, held_out = sizes

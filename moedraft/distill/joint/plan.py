@@ -38,9 +38,13 @@ class JointPlan:
 
 @dataclass(frozen=True)
 class Guessed:
-    """How many guesses were right in each row of a batch."""
+    """How many guesses were right in each row of a batch.
 
-    counts: torch.Tensor  # int64 [B, depth, 2]: guesses that were the target's next token, and all of them
+    Where an answer was sampled these are expected numbers: of drafted tokens that would be accepted, and of
+    those that would be drafted; its chances are then those of the first guesses to be accepted.
+    """
+
+    counts: torch.Tensor  # float64 [B, depth, 2]: guesses that were the target's next token, and all of them
     chances: torch.Tensor  # float64 [B, 2]: the probability that first guesses gave it, summed; how many
 
 

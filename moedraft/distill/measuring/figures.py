@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's tokens number 1 … depth
+Counts = NDArray[np.float64]  # [records, depth, 2]: hits and tries of the draft's tokens number 1 … depth
 Chances = NDArray[np.float64]  # [records, 2]: what first guesses gave the right token, summed; guesses
 
 FEW = 4  # records; with fewer the training objective is measured too, and decides
@@ -41,7 +41,7 @@ def expected_tokens(sums: NDArray[np.float64]) -> NDArray[np.float64]:
 def joined(parts: list[Measured]) -> Measured:
     """Join the figures of several sets of records; the loss is the mean over all records."""
     losses = [one.loss * one.records for one in parts if one.loss is not None]
-    counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2), np.int64)
+    counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2))
     known = sum(one.records for one in parts if one.loss is not None)
     chances = [one.chances for one in parts if one.chances is not None]
     together = np.concatenate(chances) if parts and len(chances) == len(parts) else None

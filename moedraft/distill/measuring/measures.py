@@ -36,7 +36,7 @@ class Measure(Protocol):
 
 
 class JointMeasure:
-    """Where adapters learn jointly: drafts as in greedy decoding, by base + shared adapter + own expert."""
+    """Where adapters learn jointly: drafts as the answers were made, by base + shared adapter + own one."""
 
     def __init__(self, trainer: JointTrainer, depth: int) -> None:
         """depth: tokens drafted in a step. Call this before the trainer has learned anything."""
@@ -50,7 +50,7 @@ class JointMeasure:
         student, lessons, plan = self.trainer.student, self.trainer.lessons, self.trainer.plan
         who = serving.get(domain) or serving.get(SHARED)
         own = self.general if who is None or who.vocabulary is None else who.vocabulary
-        counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
+        counted, losses = [np.zeros((0, self.depth, 2))], 0.0
         chances = [np.zeros((0, 2))]
         lessons.states.on_forward = on_batch
         with instead(student, serving):
@@ -83,13 +83,13 @@ class TextMeasure:
         self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
     ) -> Measured:
         trainer, draft = self.trainer, self.trainer.student.draft
-        counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
+        counted, losses = [np.zeros((0, self.depth, 2))], 0.0
         chances = [np.zeros((0, 2))]
         with trainer.student.standing([one for one in serving.values() if one is not None]):
             for chosen in grouped(records, trainer.tokens_per_step):
                 batch = collate_text(chosen, draft.device, trainer.tokens_per_step, draft.vocab_size)
                 for counts, chance in guessed_rows([trainer.student.logits(batch)], batch, self.depth):
-                    counted.append(counts[None])
+                    counted.append(counts[None].astype(float))
                     chances.append(np.array([chance]))
                 losses += trainer.loss(batch).item() * len(chosen) if len(records) < FEW else 0.0
                 on_batch()

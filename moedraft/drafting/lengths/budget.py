@@ -44,7 +44,7 @@ class Budget:
         self.longest = longest
         self.ragged = ragged
         self.costs = RoundCosts()
-        self.acceptance: dict[str, AcceptanceModel] = {}
+        self.acceptance: dict[tuple[str, bool], AcceptanceModel] = {}  # by expert, and whether it is sampled
         self._rounds: deque[tuple[int, int, int, int]] = deque(maxlen=256)  # rows, steps, verified, tokens
         self._idle, self._patience = 0, self.EXPLORE
         self._busy: dict[int, int] = {}  # drafting rounds since the last plain ones, by rows
@@ -52,8 +52,9 @@ class Budget:
         self._plain = 0  # plain rounds in a row
         self._comparing = 0  # plain rounds still to come of a comparison
 
-    def model(self, expert: str) -> AcceptanceModel:
-        return self.acceptance.setdefault(expert, AcceptanceModel())
+    def model(self, expert: str, *, sampled: bool = False) -> AcceptanceModel:
+        """What is known of this expert's guesses in greedy rows, or in sampled ones (accepted by another rule)."""
+        return self.acceptance.setdefault((expert, sampled), AcceptanceModel())
 
     def observe(self, rows: int, steps: int, verified: int, tokens: int, ms: float) -> None:
         """A whole round: rows in the batch, steps of the draft model, draft tokens verified, tokens emitted.
@@ -221,14 +222,16 @@ class StopRule:
     def __init__(
         self,
         budget: Budget,
-        experts: list[str],
+        models: list[AcceptanceModel],
         means: Mapping[int, float],
         limits: list[int],
         fixed: list[bool],
         looked: Proposal,
     ) -> None:
-        """means: as in `Budget.plan`. fixed: rows that get exactly their limit. looked: what is looked up."""
-        self.budget, self.experts, self.means = budget, experts, means
+        """models: by row. means: as in `Budget.plan`. fixed: rows that get exactly their limit. looked: what
+        is looked up.
+        """
+        self.budget, self.models, self.means = budget, models, means
         self.limits, self.looked = limits, looked
         self.free = [b for b, limit in enumerate(limits) if limit and not fixed[b]]
         self.least = max(
@@ -255,7 +258,7 @@ class StopRule:
     def _take(self, confidences: list[float]) -> None:
         for b in self.free:
             if self.steps < self.limits[b]:
-                self.survival[b] *= self.budget.model(self.experts[b]).predict(confidences[b])
+                self.survival[b] *= self.models[b].predict(confidences[b])
                 self.expected += self.survival[b]
         self.steps += 1
 

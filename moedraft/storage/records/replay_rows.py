@@ -68,6 +68,7 @@ def decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             weights=shares_of(row.weights),
             heard=shares_of(row.heard),
             held_out=row.held_out,
+            temperature=row.temperature,
             id=row.id,
             **payload._asdict(),
         )

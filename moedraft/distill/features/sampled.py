@@ -1,0 +1,42 @@
+"""How likely a drafted token is accepted where the target's answer was sampled.
+
+A token drawn from the draft's distribution q is accepted with the probability Σ min(p, q), where p is what
+the target draws from. Of p a record keeps the likeliest tokens, which say most of that sum, with far less
+chance in it than in whether the likeliest guess was the token that happened to be drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+
+HIGHEST = 700.0  # exponent that float64 still holds
+SURE = 1e-4  # a lower temperature is as good as greedy, and dividing by it would overflow
+
+
+def at_temperature(logprobs: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [N, k] of the likeliest tokens at temperature 1 → probabilities at temperatures [N].
+
+    What all other tokens have together at temperature 1 is known, but not how many share it. They count as if
+    each were as likely as the last one that is kept; below temperature 1 they have less than that.
+    """
+    power = 1 / temperatures.clamp(min=SURE).double()[:, None]
+    known = logprobs.double()
+    top = known[:, :1]
+    raised = ((known - top) * power).exp()
+    least = torch.where(known.isfinite(), known, torch.inf).amin(-1, keepdim=True)
+    others = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=0)
+    rest = others * (least * (power - 1) - top * power).clamp(max=HIGHEST).exp()
+    return raised / (raised.sum(-1, keepdim=True) + rest)
+
+
+def accepted(
+    logits: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tensor, temperatures: torch.Tensor
+) -> torch.Tensor:
+    """The probability [N] that a token drawn from a draft is accepted, as far as the tokens `ids` tell.
+
+    logits: [N, V] of the draft. ids: int64 [N, k], the target's likeliest tokens as columns of these logits,
+    −1 for one that the draft lacks, with the target's probabilities [N, k]. temperatures: [N], of both.
+    """
+    drawn = (logits.float() / temperatures.clamp(min=SURE).float()[:, None]).softmax(-1)
+    found = drawn.gather(1, ids.clamp(min=0)).double().masked_fill(ids < 0, 0.0)
+    return torch.minimum(found, probabilities).sum(-1)

@@ -1,0 +1,117 @@
+"""How likely drafted tokens are accepted where answers were sampled, against whole distributions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from moedraft.core import ReplayRecord
+from moedraft.distill.features.feature_batches import FeatureBatch
+from moedraft.distill.features.feature_loss import guessed
+from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.sampled import accepted, at_temperature
+
+from feature_records import SOME, a_batch, a_draft, a_record, a_target, stir
+from random_models import VOCAB
+
+
+def whole(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits.double() / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 1.5])
+def test_all_tokens_together_say_the_whole_distribution(temperature: float) -> None:
+    logits = 3 * torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    logprobs, ids = logits.log_softmax(-1).topk(30)
+    found = at_temperature(logprobs, torch.full((5,), temperature))
+    assert torch.allclose(found, whole(logits, temperature).gather(1, ids), atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0])
+def test_few_tokens_say_nearly_all(temperature: float) -> None:
+    logits = 4 * torch.randn(200, 1000, generator=torch.Generator().manual_seed(0))
+    logprobs, ids = logits.log_softmax(-1).topk(16)
+    right = whole(logits, temperature).gather(1, ids)
+    found = at_temperature(logprobs, torch.full((200,), temperature))
+    assert found.sum(-1).max() <= 1 + 1e-6
+    assert (found - right).abs().sum(-1).mean() < 0.06
+
+
+def test_padding_and_lost_tokens_are_worth_nothing() -> None:
+    logprobs = torch.tensor([[0.5, 0.25, 0.0]]).log()
+    found = at_temperature(logprobs, torch.tensor([1.0]))
+    assert torch.allclose(found, torch.tensor([[0.5, 0.25, 0.0]], dtype=torch.float64))
+    logits = torch.tensor([[0.6, 0.4]]).log()
+    assert accepted(logits, torch.tensor([[0, -1, -1]]), found, torch.tensor([1.0])).item() == pytest.approx(
+        0.5
+    )
+    assert accepted(logits, torch.tensor([[-1, 1, -1]]), found, torch.tensor([1.0])).item() == pytest.approx(
+        0.25
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1e4])
+def test_extreme_temperatures_give_numbers(temperature: float) -> None:
+    logprobs = torch.tensor([[0.0, -65504.0, -torch.inf], [-0.1, -3.0, -3.5]])
+    found = at_temperature(logprobs, torch.full((2,), temperature))
+    assert found.isfinite().all()
+    assert (found.sum(-1) <= 1 + 1e-9).all()
+    assert (
+        accepted(
+            torch.tensor([[5.0, 0.0, -5.0]] * 2),
+            torch.tensor([[0, 1, 2]] * 2),
+            found,
+            torch.full((2,), temperature),
+        )
+        .isfinite()
+        .all()
+    )
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_sampled_answers_count_what_is_expected_to_be_accepted(own: bool) -> None:
+    """Beside a greedy answer, whose guesses are right or wrong; the reference goes place by place."""
+    target = a_target()
+    draft = a_draft(target, SOME)
+    student = FeatureStudent(draft, "base", rank=4)
+    student.add("code")
+    stir(student)
+    if own:
+        student.use_lists({"code": SOME[3:20]})
+    greedy = a_record(target, 1)
+    sampled = replace(a_record(target, 2, answer=7), temperature=0.8)
+    batch = a_batch(target, draft, [greedy, sampled])
+    found = guessed(student, batch, 3)
+    counts = found.counts.numpy()
+    assert np.array_equal(counts[0], guessed(student, a_batch(target, draft, [greedy]), 3).counts[0].numpy())
+    assert np.array_equal(counts[0], counts[0].round())
+    assert counts[1] == pytest.approx(expected(student, a_batch(target, draft, [sampled]), sampled, 3))
+    assert found.chances[1].numpy() == pytest.approx(counts[1, 0])
+
+
+def expected(
+    student: FeatureStudent, batch: FeatureBatch, record: ReplayRecord, depth: int
+) -> NDArray[np.float64]:
+    """Hits and tries of `guessed`, from the full distributions of the draft and of the record."""
+    vocabulary, places = student.draft.vocabulary, len(record.topk_ids)
+    alive, counts = [1.0] * places, np.zeros((depth, 2))
+    for step, hidden in enumerate(student.outputs(batch, depth), start=1):
+        for row in range(places):
+            if row + step >= places:
+                alive[row] = 0.0
+                continue
+            [part] = student.guesses(hidden[0, row][None], ["code"], [1])
+            own = vocabulary if part.numbers is None else vocabulary[part.numbers]
+            drawn = torch.zeros(VOCAB, dtype=torch.float64)
+            drawn[own] = whole(part.logits[0].detach(), 0.8)
+            logits = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+            ids = torch.tensor(record.topk_ids[row + step])
+            logits[ids] = torch.tensor(record.topk_logprobs[row + step]).double()
+            accepted_here = torch.minimum(drawn, whole(logits, 0.8)).sum().item()
+            counts[step - 1] += alive[row] * accepted_here, alive[row]
+            alive[row] *= accepted_here
+    return counts
