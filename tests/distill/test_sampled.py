@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from feature_records import SOME, a_batch, a_draft, a_record, a_target, stir
 from numpy.typing import NDArray
 
 from moedraft.core import ReplayRecord
@@ -15,7 +16,6 @@ from moedraft.distill.features.feature_loss import guessed
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.features.sampled import accepted, at_temperature
 
-from feature_records import SOME, a_batch, a_draft, a_record, a_target, stir
 from random_models import VOCAB
 
 

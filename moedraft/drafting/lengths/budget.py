@@ -53,7 +53,7 @@ class Budget:
         self._comparing = 0  # plain rounds still to come of a comparison
 
     def model(self, expert: str, *, sampled: bool = False) -> AcceptanceModel:
-        """What is known of an expert's guesses in greedy rows, or in sampled ones: they follow another rule."""
+        """What is known of an expert's guesses in greedy rows, or in sampled ones (another rule)."""
         return self.acceptance.setdefault((expert, sampled), AcceptanceModel())
 
     def observe(self, rows: int, steps: int, verified: int, tokens: int, ms: float) -> None:
