@@ -38,8 +38,9 @@ from feature_answers import answers
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.cpu.products import Product
 from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.features.feature_loss import acceptance, loss_of
+from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.guessing.feature_guesses import acceptance
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.feature.checkpoint import load_draft
 from moedraft.feature.model import FeatureDraft

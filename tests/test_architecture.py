@@ -27,6 +27,7 @@ ROOMS = {
     "cpu/steady": (7, 950),
     "distill": (16, 1760),
     "distill/features": (8, 820),
+    "distill/features/guessing": (3, 160),
     "distill/following": (3, 235),
     "distill/joint": (6, 600),
     "distill/lora": (4, 420),

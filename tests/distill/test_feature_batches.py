@@ -9,8 +9,9 @@ from feature_records import CPU, EVERY, LAYERS, SOME, a_batch, a_draft, a_record
 from moedraft.core import ReplayRecord
 from moedraft.cpu.steady.forward import SteadyForward
 from moedraft.distill.features.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
-from moedraft.distill.features.feature_loss import acceptance, loss_of
+from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.guessing.feature_guesses import acceptance
 from moedraft.distill.features.record_states import HALF, RecordStates
 from moedraft.distill.features.unrolled import unroll
 from moedraft.feature import unroll as whole

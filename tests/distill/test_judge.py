@@ -17,8 +17,8 @@ from feature_records import a_batch, a_draft, a_record, a_target, stir
 
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord, StorageError
 from moedraft.distill.features.feature_lessons import FeatureLessons
-from moedraft.distill.features.feature_loss import acceptance
 from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.guessing.feature_guesses import acceptance
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from moedraft.core import ReplayRecord
 from moedraft.distill.features.feature_batches import FeatureBatch
-from moedraft.distill.features.feature_loss import guessed
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.features.sampled import accepted, at_temperature
+from moedraft.distill.features.guessing.feature_guesses import guessed
+from moedraft.distill.features.guessing.sampled import accepted, at_temperature
 
 from random_models import VOCAB
 

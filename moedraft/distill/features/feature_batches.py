@@ -107,25 +107,20 @@ def collate(
     order = sorted(range(len(records)), key=lambda i: owners[i])
     rows = [_cut(records[i], max_tokens) for i in order]
     context, answer = max(1, *(row.prompt - 1 for row in rows)), max(row.answer for row in rows)
-    width = max(len(row.record.topk_ids[0]) for row in rows)
     shape = len(rows), answer
     context_ids = torch.zeros(len(rows), context, dtype=torch.int64)
     answer_ids = torch.zeros(shape, dtype=torch.int64)
-    topk_ids = torch.full((*shape, width), OUTSIDE)
-    topk_logprobs = torch.full((*shape, width), -torch.inf)
     before, after = [], []
     for b, (row, found) in enumerate(zip(rows, states.of([row.record for row in rows]), strict=True)):
-        record, begin, k = row.record, row.record.num_prompt_tokens, len(row.record.topk_ids[0])
+        record, begin = row.record, row.record.num_prompt_tokens
         context_ids[b, context - row.prompt + 1 :] = torch.tensor(
             [record.token_ids[i + 1] for i in row.entries]
         )
         answer_ids[b, : row.answer] = torch.tensor(record.token_ids[begin : begin + row.answer])
-        topk_ids[b, : row.answer, :k] = torch.tensor(record.topk_ids[: row.answer])
-        topk_logprobs[b, : row.answer, :k] = torch.tensor(record.topk_logprobs[: row.answer])
         before.append(pad(found[row.entries], (0, 0, context - row.prompt + 1, 0)))
         after.append(pad(found[begin - 1 : begin - 1 + row.answer], (0, 0, 0, answer - row.answer)))
-    known = topk_logprobs.to(device)
-    topk_ids, topk_logprobs = within(vocabulary(topk_ids), topk_logprobs)
+    ids, known = _likeliest(rows, answer)
+    topk_ids, topk_logprobs = within(vocabulary(ids), known)
     return FeatureBatch(
         owners=[owners[i] for i in order],
         context_ids=context_ids.to(device),
@@ -137,8 +132,19 @@ def collate(
         topk_ids=topk_ids.to(device),
         topk_logprobs=topk_logprobs.to(device),
         temperatures=torch.tensor([row.record.temperature for row in rows], device=device),
-        known=known,
+        known=known.to(device),
     )
+
+
+def _likeliest(rows: Sequence[_CutRecord], answer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's top-k ids and log-probabilities, [B, `answer`, k], padded with OUTSIDE and −inf."""
+    shape = len(rows), answer, max(len(row.record.topk_ids[0]) for row in rows)
+    ids, logprobs = torch.full(shape, OUTSIDE), torch.full(shape, -torch.inf)
+    for b, row in enumerate(rows):
+        k = len(row.record.topk_ids[0])
+        ids[b, : row.answer, :k] = torch.tensor(row.record.topk_ids[: row.answer])
+        logprobs[b, : row.answer, :k] = torch.tensor(row.record.topk_logprobs[: row.answer])
+    return ids, logprobs
 
 
 def within(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

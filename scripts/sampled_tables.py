@@ -1,0 +1,71 @@
+"""Makes the tables of sampled answers, of the file that `bench_sampled.py` writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from expert_tables import WAYS, mean, shown
+from markdown_tables import table
+
+BESIDE = {
+    "experts / static": "experts, × the drafter as it is shipped",
+    "experts / lookup in answers": "experts alone, × both lookups",
+    "experts + lookup in answers / lookup in answers": "both lookups and experts, × both lookups",
+    "experts + lookup in answers / static + lookup in answers": "the same, × both lookups and shipped drafter",
+}
+
+
+def sampled(found: dict[str, Any]) -> str:
+    """What each way of drafting brings at each temperature."""
+    temperatures = list(found["seeds"][0]["temperatures"])
+    names = list(found["seeds"][0]["temperatures"][temperatures[0]]["batch"])
+    rows = []
+    for name in names:
+        row = [WAYS[name]]
+        for temperature in temperatures:
+            path = ("temperatures", temperature)
+            row += [
+                shown(mean(found, *path, "all", name, "tokens_per_step")),
+                shown(mean(found, *path, "all", name, "times_plain")),
+                shown(mean(found, *path, "batch", name)),
+            ]
+        rows.append(row)
+    head = ["who guesses"]
+    for temperature in temperatures:
+        said = f"temperature {temperature}"
+        head += [f"{said}: tokens per target step", "batch 1, × plain", "batch 8, × plain"]
+    return f"{table(head, rows)}\n\n{note(found)}"
+
+
+def note(found: dict[str, Any]) -> str:
+    """On what it was measured."""
+    seed, settings = found["seeds"][0], found["settings"]
+    prompts = next(iter(seed["temperatures"].values()))["prompts"]
+    seeds = "one seed" if len(found["seeds"]) == 1 else f"{len(found['seeds'])} seeds"
+    domains, most = len(settings["domains"].split(",")), settings["max_tokens"]
+    return (
+        f"SmolLM2-135M-Instruct on {seed['threads']} threads of a shared machine, {prompts} held-out prompts "
+        f"of {domains} domains that the shipped drafter had not read, answers of at most {most} tokens, after "
+        f"{seed['learning']['requests']} requests sampled at temperature {float(settings['learned_at']):g} "
+        f"and {seed['learning']['updates']} updates; {seeds}, {found['date']}. Intervals are 95 %, over the "
+        "prompts, at batch 1, and over timings of a queue at batch 8."
+    )
+
+
+def beside(found: dict[str, Any]) -> str:
+    """Speed of one way against another at each temperature, and the drafter's acceptance."""
+    temperatures = list(found["seeds"][0]["temperatures"])
+    rows = []
+    for key, words in BESIDE.items():
+        rows.append([words, *(shown(mean(found, "temperatures", t, "all", key)) for t in temperatures)])
+    for key, words in {"static": "first token accepted, as shipped", "experts": "with experts"}.items():
+        path = ("all", "acceptance", key)
+        rows.append([words, *(shown(mean(found, "temperatures", t, *path)) for t in temperatures)])
+    for domain in found["seeds"][0]["temperatures"][temperatures[0]]["by_domain"]:
+        row = [f"{domain}, as shipped → with experts"]
+        for temperature in temperatures:
+            path = ("temperatures", temperature, "by_domain", domain)
+            before, after = mean(found, *path, "static"), mean(found, *path, "experts")
+            row.append(f"{before[0]:.2f} → {after[0]:.2f}" if before and after else "")
+        rows.append(row)
+    return table(["", *(f"temperature {t}" for t in temperatures)], rows)
