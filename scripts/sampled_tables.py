@@ -11,7 +11,7 @@ BESIDE = {
     "experts / static": "experts, × the drafter as it is shipped",
     "experts / lookup in answers": "experts alone, × both lookups",
     "experts + lookup in answers / lookup in answers": "both lookups and experts, × both lookups",
-    "experts + lookup in answers / static + lookup in answers": "the same, × both lookups and shipped drafter",
+    "experts + lookup in answers / static + lookup in answers": "the same, × lookups and shipped drafter",
 }
 
 
