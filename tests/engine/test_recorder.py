@@ -66,6 +66,14 @@ def test_a_record_tells_whose_text_it_is_and_who_drafted(store: Store) -> None:
     assert record.belief == pytest.approx(0.8)
 
 
+def test_a_record_tells_at_which_temperature_it_was_sampled(store: Store) -> None:
+    made = sequence("stop", 1)
+    made.captured = [SimpleNamespace(top=lambda: (torch.zeros(1, 2).long(), torch.zeros(1, 2)))]
+    made.params = SamplingParams(temperature=0.7)
+    Recorder(store, "t")(made)
+    assert [record.temperature for record in store.replay.records()] == [0.7]
+
+
 # -- beside the engine ---------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ def record(name: str = "sql", token: int = 7, **changes: Any) -> ReplayRecord:
         drafted=4,
         accepted=2,
         created_at=12.5,
+        temperature=0.75,
     )
     return replace(plain, **changes)
 

@@ -37,6 +37,7 @@ def row_of(record: ReplayRecord, draw: float) -> dict[str, Any]:
         "weights": json.dumps(record.weights) if record.weights else None,
         "heard": json.dumps(record.heard) if record.heard else None,
         "prompt": prompt_hash(record),
+        "temperature": record.temperature,
     }
 
 
