@@ -43,12 +43,13 @@ def note(found: dict[str, Any]) -> str:
     prompts = next(iter(seed["temperatures"].values()))["prompts"]
     seeds = "one seed" if len(found["seeds"]) == 1 else f"{len(found['seeds'])} seeds"
     domains, most = len(settings["domains"].split(",")), settings["max_tokens"]
+    learned, drawn = seed["learning"], float(settings["learned_at"])
     return (
-        f"SmolLM2-135M-Instruct on {seed['threads']} threads of a shared machine, {prompts} held-out "
-        f"prompts of {domains} domains that the shipped drafter had not read, answers of at most {most} tokens, "
-        f"after {seed['learning']['requests']} requests sampled at temperature {float(settings['learned_at']):g} "
-        f"and {seed['learning']['updates']} updates; {seeds}, {found['date']}. Intervals are 95 %, over the "
-        "prompts, at batch 1, and over timings of a queue at batch 8."
+        f"SmolLM2-135M-Instruct on {seed['threads']} threads of a shared machine, {prompts} held-out prompts "
+        f"of {domains} domains that the shipped drafter had not read, answers of at most {most} tokens, "
+        f"after {learned['requests']} requests sampled at temperature {drawn:g} and {learned['updates']} "
+        f"updates; {seeds}, {found['date']}. Intervals are 95 %, over the prompts, at batch 1, and over "
+        "timings of a queue at batch 8."
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from feature_records import SOME, a_batch, a_draft, a_record, a_target, stir
+from feature_records import CPU, SOME, a_batch, a_draft, a_record, a_target, stir
 from numpy.typing import NDArray
 
 from moedraft.core import ReplayRecord
@@ -15,6 +16,8 @@ from moedraft.distill.features.feature_batches import FeatureBatch
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.features.guessing.feature_guesses import guessed
 from moedraft.distill.features.guessing.sampled import accepted, at_temperature
+from moedraft.distill.text.batches import collate
+from moedraft.distill.text.text_guesses import guessed_rows, runs
 
 from random_models import VOCAB
 
@@ -91,6 +94,27 @@ def test_sampled_answers_count_what_is_expected_to_be_accepted(own: bool) -> Non
     assert np.array_equal(counts[0], counts[0].round())
     assert counts[1] == pytest.approx(expected(student, a_batch(target, draft, [sampled]), sampled, 3))
     assert found.chances[1].numpy() == pytest.approx(counts[1, 0])
+
+
+def test_an_independent_draft_counts_the_same_way() -> None:
+    target = a_target()
+    greedy, sampled = a_record(target, 1), replace(a_record(target, 2, answer=7), temperature=0.8)
+    batch = collate([greedy, sampled], CPU)
+    logits = 2 * torch.randn(len(batch.topk_ids), VOCAB, generator=torch.Generator().manual_seed(0))
+    found = list(guessed_rows(logits.split(4), batch, 2))
+    answer = len(greedy.topk_ids)
+    assert (
+        found[0][0].tolist()
+        == runs(logits[:answer].argmax(-1).eq(batch.topk_ids[:answer, 0]).numpy(), 2).tolist()
+    )
+    rates = []
+    for row, ids, logprobs in zip(logits[answer:], sampled.topk_ids, sampled.topk_logprobs, strict=True):
+        wanted = torch.full((VOCAB,), -torch.inf)
+        wanted[ids] = torch.tensor(logprobs)
+        rates.append(torch.minimum(whole(row, 0.8), whole(wanted, 0.8)).sum().item())
+    assert found[1][0][0] == pytest.approx([sum(rates), 7])
+    assert found[1][0][1] == pytest.approx([sum(a * b for a, b in pairwise(rates)), sum(rates[:-1])])
+    assert found[1][1] == pytest.approx((sum(rates), 7))
 
 
 def expected(

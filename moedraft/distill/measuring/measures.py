@@ -89,7 +89,7 @@ class TextMeasure:
             for chosen in grouped(records, trainer.tokens_per_step):
                 batch = collate_text(chosen, draft.device, trainer.tokens_per_step, draft.vocab_size)
                 for counts, chance in guessed_rows([trainer.student.logits(batch)], batch, self.depth):
-                    counted.append(counts[None].astype(float))
+                    counted.append(counts[None])
                     chances.append(np.array([chance]))
                 losses += trainer.loss(batch).item() * len(chosen) if len(records) < FEW else 0.0
                 on_batch()

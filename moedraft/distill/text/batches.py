@@ -24,6 +24,7 @@ class RecordBatch:
     mask: torch.Tensor  # bool [B, keep], where an answer token was predicted
     topk_ids: torch.Tensor  # int64 [N, k], N = mask.sum(), row-major
     topk_logprobs: torch.Tensor  # float32 [N, k]
+    temperatures: torch.Tensor  # float32 [N], at which the answers were sampled; 0: greedy
 
 
 def taught_by(logprobs: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -101,6 +102,10 @@ def collate(
         mask=mask[:, -keep:].to(device),
         topk_ids=topk_ids.to(device),
         topk_logprobs=topk_logprobs.to(device),
+        temperatures=torch.tensor(
+            [record.temperature for record, count in zip(records, counts, strict=True) for _ in range(count)],
+            device=device,
+        ),
     )
 
 

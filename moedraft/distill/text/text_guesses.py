@@ -8,36 +8,47 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moedraft.distill.features.guessing.sampled import accepted, at_temperature
 from moedraft.distill.text.batches import RecordBatch
 
-Row = tuple[NDArray[np.int64], tuple[float, int]]  # [depth, 2], as `runs`; the sum of chances, and how many
+Row = tuple[NDArray[np.float64], tuple[float, int]]  # [depth, 2], as `runs`; the sum of chances, and how many
 
 
 def guessed_rows(logits: Iterable[torch.Tensor], batch: RecordBatch, depth: int) -> Iterator[Row]:
-    """By record of the batch: hits and tries of greedy drafts, and what first guesses gave the right token.
+    """By record of the batch: hits and tries of drafts, and what first guesses gave the right token.
+
+    Of greedy answers these are right guesses. Of sampled ones they are expected numbers of tokens that would
+    be accepted and drafted, and the chances are those of first guesses to be accepted.
 
     logits: [n, V] each, together those of all positions of `batch.mask`, in their order.
     """
-    best, right, given, first = batch.topk_ids[:, 0], [], [], 0
+    right, given, first = [], [], 0
     for some in logits:
-        mine = best[first : first + len(some)]
+        mine = slice(first, first + len(some))
         first += len(some)
-        right.append(some.argmax(-1) == mine)
-        chosen = some.gather(1, mine.clamp(min=0)[:, None])[:, 0].float()
+        temperatures, best = batch.temperatures[mine], batch.topk_ids[mine, 0]
+        chosen = some.gather(1, best.clamp(min=0)[:, None])[:, 0].float()
         chance = (chosen - some.float().logsumexp(-1)).exp()
-        given.append(chance.masked_fill(mine < 0, 0.0))  # a token that the draft lacks
+        chance = chance.masked_fill(best < 0, 0.0).double()  # a token that the draft lacks
+        hit = (some.argmax(-1) == best).double()
+        if bool((sampled := temperatures > 0).any()):
+            wanted = at_temperature(batch.topk_logprobs[mine], temperatures)
+            drawn = accepted(some, batch.topk_ids[mine], wanted, temperatures)
+            hit, chance = torch.where(sampled, drawn, hit), torch.where(sampled, drawn, chance)
+        right.append(hit)
+        given.append(chance)
     lengths = batch.mask.sum(1).tolist()
     pairs = zip(torch.split(torch.cat(right), lengths), torch.split(torch.cat(given), lengths), strict=True)
     for hits, chances in pairs:
         yield runs(hits.cpu().numpy(), depth), (float(chances.sum()), len(chances))
 
 
-def runs(right: np.ndarray[tuple[int], np.dtype[np.bool_]], depth: int) -> NDArray[np.int64]:
-    """bool [tokens], which are guessed right → hits and tries [depth, 2] of the drafts from every token."""
-    counts = np.zeros((depth, 2), np.int64)
-    alive = np.ones(len(right), bool)
+def runs(right: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
+    """[tokens], how likely each is accepted, or whether it is → hits and tries [depth, 2] of all drafts."""
+    counts = np.zeros((depth, 2))
+    alive = np.ones(len(right))
     for step in range(min(depth, len(right))):
         tried = alive[: len(right) - step]
-        alive = tried & right[step:]
+        alive = tried * right[step:]
         counts[step] = alive.sum(), tried.sum()
     return counts

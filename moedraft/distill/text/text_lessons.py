@@ -63,7 +63,7 @@ class TextLessons:
                 counts.append(count)
                 chances.append(chance)
         return found, Guessed(
-            torch.from_numpy(np.array(counts, np.int64).reshape(-1, depth, 2)),
+            torch.from_numpy(np.array(counts, float).reshape(-1, depth, 2)),
             torch.tensor(chances, dtype=torch.float64).reshape(-1, 2),
         )
 

@@ -55,9 +55,10 @@ def _accepted(
             columns = DraftVocabulary(part.numbers, len(vocabulary))(columns)
         right = (own[part.logits.argmax(-1)] == tokens[mine]).double()
         chance = _chance(part.logits, own, tokens[mine]).double()
-        drawn = accepted(part.logits, columns, known[mine], temperatures[mine])
-        hits[mine] = torch.where(temperatures[mine] > 0, drawn, right)
-        given[mine] = torch.where(temperatures[mine] > 0, drawn, chance)
+        if bool((sampled := temperatures[mine] > 0).any()):
+            drawn = accepted(part.logits, columns, known[mine], temperatures[mine])
+            right, chance = torch.where(sampled, drawn, right), torch.where(sampled, drawn, chance)
+        hits[mine], given[mine] = right, chance
     return hits, given
 
 
