@@ -60,13 +60,14 @@ def beside(found: dict[str, Any]) -> str:
     for key, words in BESIDE.items():
         rows.append([words, *(shown(mean(found, "temperatures", t, "all", key)) for t in temperatures)])
     for key, words in {"static": "first token accepted, as shipped", "experts": "with experts"}.items():
-        path = ("all", "acceptance", key)
-        rows.append([words, *(shown(mean(found, "temperatures", t, *path)) for t in temperatures)])
+        rows.append(
+            [words, *(shown(mean(found, "temperatures", t, "all", "acceptance", key)) for t in temperatures)]
+        )
     for domain in found["seeds"][0]["temperatures"][temperatures[0]]["by_domain"]:
         row = [f"{domain}, as shipped → with experts"]
         for temperature in temperatures:
-            path = ("temperatures", temperature, "by_domain", domain)
-            before, after = mean(found, *path, "static"), mean(found, *path, "experts")
+            place = ("temperatures", temperature, "by_domain", domain)
+            before, after = mean(found, *place, "static"), mean(found, *place, "experts")
             row.append(f"{before[0]:.2f} → {after[0]:.2f}" if before and after else "")
         rows.append(row)
     return table(["", *(f"temperature {t}" for t in temperatures)], rows)
