@@ -286,7 +286,7 @@ class UpdateRecord:
     steps: int
     loss: float  # mean over the update, nats per token
     seconds: float
-    acceptance_before: float | None  # top-1 agreement on held-out records
+    acceptance_before: float | None  # of first guesses on held-out records
     acceptance_after: float | None
     created_at: float = field(default_factory=time.time)
     decision: GateDecision | None = None

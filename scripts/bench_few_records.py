@@ -166,7 +166,7 @@ def guesses(trainer: JointTrainer, records: Sequence[ReplayRecord]) -> dict[str,
 
 
 def report(name: str, found: dict[str, torch.Tensor]) -> dict[str, Any]:
-    first = {domain: int(counts[0, 0]) / int(counts[0, 1]) for domain, counts in found.items()}
+    first = {domain: float(counts[0, 0] / counts[0, 1]) for domain, counts in found.items()}
     tokens = {domain: float(expected_tokens(c.double().numpy())) for domain, c in found.items()}
     row = {"first": first, "tokens_per_step": tokens}
     means = [sum(values.values()) / len(values) for values in row.values()]

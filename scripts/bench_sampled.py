@@ -50,6 +50,9 @@ from moedraft.system.build import System, opened
 
 NAMES = ("plain", "static", "experts", ANSWERS, f"static + {ANSWERS}", f"experts + {ANSWERS}")
 DRAFTERS = ("static", "experts")
+KEPT = 16  # likeliest tokens of the target that a record keeps
+BY = (*DRAFTERS, *(f"{name}, by kept tokens" for name in DRAFTERS))  # all tokens, or those of a record
+WARMING = 2  # prompts of each domain, neither learned from nor measured, that a budget sees first
 QUOTIENTS = (
     ("experts", "static"),
     ("experts", ANSWERS),
@@ -77,7 +80,7 @@ def acceptances(
     domain, words = prompt
     text, count = [*prompt_ids(system.target.tokenizer, words, chat=True), *answer], len(answer) - 1
     if not count:
-        return dict.fromkeys(DRAFTERS, (0.0, 0.0))
+        return dict.fromkeys(BY, (0.0, 0.0))
     ids = torch.tensor([text], device=system.target.device)
     logits = system.target.forward(system.target.new_cache(1), 0, ids, [0])[0, -count - 1 : -1]
     wanted, found = distribution(logits, temperature), {}
@@ -90,8 +93,10 @@ def acceptances(
             system.bank.select([domain])
             hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
             drawn = distribution(draft.logits(hidden[:, -count:])[0], temperature)
-            accepted = torch.minimum(wanted[:, draft.vocabulary], drawn).sum()
-        found[name] = float(accepted), float(count)
+        both = torch.minimum(wanted[:, draft.vocabulary], drawn)
+        found[name] = float(both.sum()), float(count)
+        likely = torch.zeros_like(wanted).scatter(1, wanted.topk(KEPT).indices, 1.0)[:, draft.vocabulary]
+        found[f"{name}, by kept tokens"] = float((both * likely).sum()), float(count)
     return found
 
 
@@ -104,6 +109,7 @@ def figures(found: Answered, accepted: dict[str, list[Pair]]) -> dict[str, Any]:
         steps = [float(max(1, output.speculation.num_steps)) for output in outputs]
         length[name] = list(zip(tokens, steps, strict=True))
     gain = change(accepted["static"], accepted["experts"])
+    kept = change(accepted["static, by kept tokens"], accepted["experts, by kept tokens"])
     return {
         **{
             name: {
@@ -118,6 +124,7 @@ def figures(found: Answered, accepted: dict[str, list[Pair]]) -> dict[str, Any]:
             "static": rounded(gain.before),
             "experts": rounded(gain.after),
             "gain": rounded(gain.difference),
+            "gain by kept tokens": rounded(kept.difference),
         },
     }
 
@@ -137,12 +144,12 @@ def measure(
     systems: Systems, prompts: Prompts, params: SamplingParams, args: argparse.Namespace
 ) -> dict[str, Any]:
     """All figures at one temperature, together and by domain."""
-    found = one_by_one(systems, prompts, params, args.rounds)
+    found = one_by_one(systems, prompts, params, rounds=1)  # another round would sample other answers
     each = [
         acceptances(systems, prompt, output.token_ids, params.temperature)
         for prompt, output in zip(prompts, found["plain"][0], strict=True)
     ]
-    accepted = {name: [one[name] for one in each] for name in DRAFTERS}
+    accepted = {name: [one[name] for one in each] for name in BY}
     rates, _ = in_a_queue(systems, prompts, params, args.queue_rounds)
     return {
         "all": figures(found, accepted),
@@ -161,10 +168,13 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
         drawn = SamplingParams(max_tokens=args.max_tokens, temperature=args.learned_at)
         report: dict[str, Any] = {"learning": taught(system, stream, drawn, seed), "temperatures": {}}
         prompts = prompts_for(args, "dev", args.heldout, seed)
-        systems = Systems(system, names=NAMES)
+        others = prompts_for(args, "dev", args.heldout + WARMING, seed)[len(prompts) :]
         for temperature in args.temperatures:
             params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature)
-            begin(systems, stream[: args.domains.count(",") + 1], params)
+            systems = Systems(system, names=NAMES)
+            for budget in systems.budgets.values():  # what the stream has shown is the experts' acceptance
+                budget.acceptance.clear()
+            begin(systems, others, params)
             report["temperatures"][f"{temperature:g}"] = measure(systems, prompts, params, args)
             show(temperature, report["temperatures"][f"{temperature:g}"])
         return {**report, "step_ms": step_costs(system), **surroundings(system)}
@@ -190,10 +200,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learned-at", type=float, default=1.0, help="temperature of the stream")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.0])
-    parser.add_argument(
-        "--rounds", type=int, default=1, help="times that each answer is timed; the median counts"
-    )
-    parser.add_argument("--queue-rounds", type=int, default=1, help="times that each queue is answered")
+    parser.add_argument("--queue-rounds", type=int, default=3, help="times that each queue is answered")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
     parser.add_argument("--update-every", type=int, default=32)

@@ -59,7 +59,10 @@ def beside(found: dict[str, Any]) -> str:
     rows = []
     for key, words in BESIDE.items():
         rows.append([words, *(shown(mean(found, "temperatures", t, "all", key)) for t in temperatures)])
-    for key, words in {"static": "first token accepted, as shipped", "experts": "with experts"}.items():
+    for key, words in {
+        "static": "first drafted token accepted, as shipped",
+        "experts": "with experts",
+    }.items():
         rows.append(
             [words, *(shown(mean(found, "temperatures", t, "all", "acceptance", key)) for t in temperatures)]
         )

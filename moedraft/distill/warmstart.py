@@ -93,8 +93,8 @@ def warm_start(
     after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
     why = None if updates else "The gate did not find it surely better."
     if doubtful and (before or 0.0) > (after or 0.0):
-        _take_back(system, loop, domain.name, doubtful)
-        updates = [one for one in updates if one.version.version not in doubtful]
+        taken = _take_back(system, loop, domain.name, doubtful)
+        updates = [one for one in updates if one.version.version not in taken]
         why = None if updates else NO_TRIAL
     return WarmStart(len(chosen), len(held_out), updates, before, after, why)
 
@@ -137,18 +137,23 @@ def _cannot_tell(loop: DistillLoop) -> bool:
 
 def _doubtful(loop: DistillLoop, name: str) -> list[int]:
     """The version of the expert that the last update published by too few held-out records, if it did."""
-    made = [one for one in loop.outcomes if one.expert == name and one.version != one.parent]
-    return [one.version for one in made if (one.gate_records or 0) < FEW]
+    made = [one for one in loop.outcomes if one.expert == name and one.decision in ("promote", "along")]
+    return [one.version for one in made if one.gate_records is not None and one.gate_records < FEW]
 
 
-def _take_back(system: System, loop: DistillLoop, name: str, versions: Sequence[int]) -> None:
-    """Roll the expert back as long as one of these versions serves, and say so in the log."""
-    while (live := system.store.registry.live(name)) is not None and live.version in versions:
-        verdict = Verdict("withdraw", reason=NO_TRIAL)
-        now = loop.outlet.withdraw(name, live.version)
-        used = int(system.store.registry.get_meta(f"trained:{name}") or 0)
-        loop.outlet.learned(name, used, withdrawal_entry(Withdrawal(live, verdict), now))
-    system.refresh()
+def _take_back(system: System, loop: DistillLoop, name: str, versions: Sequence[int]) -> list[int]:
+    """Roll the expert back as long as one of these versions serves; returns which were, and logs them."""
+    taken: list[int] = []
+    try:
+        while (live := system.store.registry.live(name)) is not None and live.version in versions:
+            verdict = Verdict("withdraw", reason=NO_TRIAL)
+            now = loop.outlet.withdraw(name, live.version)
+            taken.append(live.version)
+            used = int(system.store.registry.get_meta(f"trained:{name}") or 0)
+            loop.outlet.learned(name, used, withdrawal_entry(Withdrawal(live, verdict), now))
+    finally:
+        system.refresh()
+    return taken
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,21 @@ def test_what_enough_records_speak_for_stays_whatever_the_other_examples_say(
 
 
 @pytest.mark.usefixtures("brief")
+def test_without_a_gate_nothing_is_taken_back(
+    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (home / "config.toml").open("a") as config:
+        config.write('gate = "off"\n')
+    rates = iter([0.5, 0.4])
+    monkeypatch.setattr("moedraft.distill.warmstart._measure", lambda *_: next(rates))
+    result = run(
+        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
+    )
+    warm = result.data["warm_start"]
+    assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (3, 3, 0.4)
+
+
+@pytest.mark.usefixtures("brief")
 def test_warm_start_is_reported_in_words(run: Run, home: Path, low: Path, pair: Pair) -> None:
     result = run("domain", "register", "low", "--examples", low, "--warm-start", 99, *pair, "--home", home)
     assert "8 examples answered, 2 updates; acceptance on 4 held-out examples" in result.out

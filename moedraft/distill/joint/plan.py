@@ -44,7 +44,7 @@ class Guessed:
     those that would be drafted; its chances are then those of the first guesses to be accepted.
     """
 
-    counts: torch.Tensor  # float64 [B, depth, 2]: guesses that were the target's next token, and all of them
+    counts: torch.Tensor  # float64 [B, depth, 2]: guesses that are accepted, and all of them
     chances: torch.Tensor  # float64 [B, 2]: the probability that first guesses gave it, summed; how many
 
 
@@ -71,7 +71,7 @@ class Lessons(Protocol):
     def guessed(
         self, records: Sequence[ReplayRecord], owners: Sequence[str], depth: int, max_tokens: int
     ) -> tuple[list[str], Guessed]:
-        """Greedy drafts of `depth` tokens from every place: the owners in ascending order, and their figures.
+        """Drafts of `depth` tokens from every place: the owners in ascending order, and their figures.
 
         Records of one owner stay in their order.
         """

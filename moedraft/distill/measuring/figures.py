@@ -2,7 +2,7 @@
 
 From right guesses follows the number of tokens that one step of the target is expected to give at the draft
 length in use: 1 + a1 + a1·a2 + …, where a_j is the share of drafts whose token number j is accepted when
-those before it were.
+those before it were. Of sampled answers both are how likely drawn guesses are accepted.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class TextMeasure:
     """Where an independent draft model's adapters learn in turns: runs of tokens that are guessed right.
 
     Draft and target have the same likeliest token then, and a draft of greedy decoding is accepted for as
-    long as such a run goes on.
+    long as such a run goes on. Of sampled answers it is how likely drawn tokens are accepted.
     """
 
     def __init__(self, trainer: Trainer, depth: int) -> None:

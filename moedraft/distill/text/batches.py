@@ -25,6 +25,7 @@ class RecordBatch:
     topk_ids: torch.Tensor  # int64 [N, k], N = mask.sum(), row-major
     topk_logprobs: torch.Tensor  # float32 [N, k]
     temperatures: torch.Tensor  # float32 [N], at which the answers were sampled; 0: greedy
+    known: torch.Tensor  # float32 [N, k]: `topk_logprobs` with those of tokens that the draft lacks
 
 
 def taught_by(logprobs: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -95,7 +96,9 @@ def collate(
         counts.append(len(rows[-1]) - starts[-1] - 1)
     keep = max(map(len, rows)) - min(starts)
     ids, mask = _padded(rows, starts, counts, vocab)
-    topk_ids, topk_logprobs = _teacher(records, counts, vocab)
+    topk_ids, known = _teacher(records, counts)
+    topk_logprobs = known if vocab is None else known.masked_fill(topk_ids >= vocab, -torch.inf)
+    topk_ids = topk_ids if vocab is None else topk_ids.masked_fill(topk_ids >= vocab, -1)
     return RecordBatch(
         token_ids=ids.to(device),
         keep=keep,
@@ -106,6 +109,7 @@ def collate(
             [record.temperature for record, count in zip(records, counts, strict=True) for _ in range(count)],
             device=device,
         ),
+        known=known.to(device),
     )
 
 
@@ -124,9 +128,7 @@ def _padded(
     return ids, mask
 
 
-def _teacher(
-    records: list[ReplayRecord], counts: list[int], vocab: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _teacher(records: list[ReplayRecord], counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's top-k ids and log-probabilities [N, k] at all answer tokens, record after record."""
     width = max(len(record.topk_ids[0]) for record in records)
     chosen = [
@@ -134,12 +136,7 @@ def _teacher(
         for record, count in zip(records, counts, strict=True)
         for top, logprobs in zip(record.topk_ids[:count], record.topk_logprobs[:count], strict=True)
     ]
-    topk_ids = torch.tensor([top for top, _ in chosen])
-    topk_logprobs = torch.tensor([logprobs for _, logprobs in chosen])
-    if vocab is not None:
-        topk_logprobs.masked_fill_(topk_ids >= vocab, -torch.inf)
-        topk_ids.masked_fill_(topk_ids >= vocab, -1)
-    return topk_ids, topk_logprobs
+    return torch.tensor([top for top, _ in chosen]), torch.tensor([logprobs for _, logprobs in chosen])
 
 
 def pad_to(values: list[Any], width: int, fill: float) -> list[Any]:

@@ -32,9 +32,9 @@ def guessed_rows(logits: Iterable[torch.Tensor], batch: RecordBatch, depth: int)
         chance = chance.masked_fill(best < 0, 0.0).double()  # a token that the draft lacks
         hit = (some.argmax(-1) == best).double()
         if bool((sampled := temperatures > 0).any()):
-            wanted = at_temperature(batch.topk_logprobs[mine], temperatures)
-            drawn = accepted(some, batch.topk_ids[mine], wanted, temperatures)
-            hit, chance = torch.where(sampled, drawn, hit), torch.where(sampled, drawn, chance)
+            wanted = at_temperature(batch.known[mine][sampled], temperatures[sampled])
+            drawn = accepted(some[sampled], batch.topk_ids[mine][sampled], wanted, temperatures[sampled])
+            hit[sampled], chance[sampled] = drawn, drawn
         right.append(hit)
         given.append(chance)
     lengths = batch.mask.sum(1).tolist()

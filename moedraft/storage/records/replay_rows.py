@@ -7,13 +7,13 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Row
 
-from moedraft.core import ReplayRecord
+from moedraft.core import HOTTEST, ReplayRecord
 from moedraft.storage.records.codec import DamagedPayload, answer_in, decode, encode, shares_of
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,12 @@ def row_of(record: ReplayRecord, draw: float) -> dict[str, Any]:
         "prompt": prompt_hash(record),
         "temperature": record.temperature,
     }
+
+
+def temperature_of(stored: object) -> float:
+    """A temperature as it was stored; 0 for anything that none can be."""
+    known = isinstance(stored, int | float) and 0 <= stored <= HOTTEST  # false for NaN
+    return float(cast(float, stored)) if known else 0.0
 
 
 def prompt_hash(record: ReplayRecord) -> int:
@@ -69,7 +75,7 @@ def decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             weights=shares_of(row.weights),
             heard=shares_of(row.heard),
             held_out=row.held_out,
-            temperature=row.temperature,
+            temperature=temperature_of(row.temperature),
             id=row.id,
             **payload._asdict(),
         )

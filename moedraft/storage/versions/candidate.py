@@ -37,7 +37,7 @@ class CandidateSummary:
     held_out: int  # records it was measured by and not trained on
     steps: int  # of the optimiser
     loss: float  # mean over the update, nats per token
-    acceptance_before: float | None  # share of held-out tokens whose most likely token the draft gets right
+    acceptance_before: float | None  # of first guesses on held-out records, 0 to 1
     acceptance_after: float | None  # the same of what was learned, before an expert is cut to its rank
 
 

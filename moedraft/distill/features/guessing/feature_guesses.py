@@ -16,7 +16,8 @@ def guessed(student: FeatureStudent, batch: FeatureBatch, depth: int, *, shared:
 
     In greedy answers each is the most likely one, and column j counts starts whose earlier guesses were all
     right. In sampled ones the tokens are drawn, and what is counted is how many of them are expected to be
-    accepted, see `sampled`. The first token of an answer is never guessed.
+    accepted, see `sampled`; of the later ones along the answer, as if it did not depend on which tokens were
+    accepted before. The first token of an answer is never guessed.
     """
     alive = torch.ones(batch.answer_ids.shape, dtype=torch.float64, device=batch.lengths.device)
     counted = torch.zeros(len(batch.owners), depth, 2, dtype=torch.float64)
@@ -24,7 +25,7 @@ def guessed(student: FeatureStudent, batch: FeatureBatch, depth: int, *, shared:
     for step, hidden in enumerate(student.outputs(batch, depth, shared=shared), start=1):
         tried = (alive > 0) & taught_at(batch, step).rows
         hits, given = _accepted(student, batch, hidden, tried, step)
-        before, alive = alive * tried, torch.zeros_like(alive)
+        before, alive = torch.where(tried, alive, 0.0), torch.zeros_like(alive)
         alive[tried] = before[tried] * hits
         counted[:, step - 1] = torch.stack([alive.sum(1), before.sum(1)], dim=1).cpu()
         if step == 1:
@@ -55,9 +56,12 @@ def _accepted(
             columns = DraftVocabulary(part.numbers, len(vocabulary))(columns)
         right = (own[part.logits.argmax(-1)] == tokens[mine]).double()
         chance = _chance(part.logits, own, tokens[mine]).double()
-        if bool((sampled := temperatures[mine] > 0).any()):
-            drawn = accepted(part.logits, columns, known[mine], temperatures[mine])
-            right, chance = torch.where(sampled, drawn, right), torch.where(sampled, drawn, chance)
+        sampled = temperatures[mine] > 0
+        if bool(sampled.any()):
+            drawn = accepted(
+                part.logits[sampled], columns[sampled], known[mine][sampled], temperatures[mine][sampled]
+            )
+            right[sampled], chance[sampled] = drawn, drawn
         hits[mine], given[mine] = right, chance
     return hits, given
 

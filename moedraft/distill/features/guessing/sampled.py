@@ -1,16 +1,18 @@
 """How likely a drafted token is accepted where the target's answer was sampled.
 
 A token drawn from the draft's distribution q is accepted with the probability Σ min(p, q), where p is what
-the target draws from. Of p a record keeps the likeliest tokens, which say most of that sum, with far less
-chance in it than in whether the likeliest guess was the token that happened to be drawn.
+the target draws from (verification = chain). Of p a record keeps the likeliest tokens, which say most of that
+sum, with far less chance in it than in whether the likeliest guess was the token that happened to be drawn.
+What the other tokens would add is left out.
+
+Temperatures above 1 count as 1: what tokens have there that no record keeps is not known.
 """
 
 from __future__ import annotations
 
 import torch
 
-HIGHEST = 700.0  # exponent that float64 still holds
-SURE = 1e-4  # a lower temperature is as good as greedy, and dividing by it would overflow
+COLDEST = 1e-4  # a lower temperature is as good as greedy, and dividing by it would overflow
 
 
 def at_temperature(logprobs: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -19,14 +21,14 @@ def at_temperature(logprobs: torch.Tensor, temperatures: torch.Tensor) -> torch.
     What all other tokens have together at temperature 1 is known, but not how many share it. They count as if
     each were as likely as the last one that is kept; below temperature 1 they have less than that.
     """
-    power = 1 / temperatures.clamp(min=SURE).double()[:, None]
+    power = 1 / temperatures.clamp(COLDEST, 1.0).double()[:, None]
     known = logprobs.double()
-    top = known[:, :1]
-    raised = ((known - top) * power).exp()
+    top = known.amax(-1, keepdim=True)
     least = torch.where(known.isfinite(), known, torch.inf).amin(-1, keepdim=True)
     others = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=0)
-    rest = others * (least * (power - 1) - top * power).clamp(max=HIGHEST).exp()
-    return raised / (raised.sum(-1, keepdim=True) + rest)
+    rest = others * ((least - top) * (power - 1) - top).exp()
+    raised = ((known - top) * power).exp()
+    return (raised / (raised.sum(-1, keepdim=True) + rest)).nan_to_num(0.0)
 
 
 def accepted(
@@ -36,7 +38,9 @@ def accepted(
 
     logits: [N, V] of the draft. ids: int64 [N, k], the target's likeliest tokens as columns of these logits,
     −1 for one that the draft lacks, with the target's probabilities [N, k]. temperatures: [N], of both.
+    Logits that are no numbers draw nothing that is accepted.
     """
-    drawn = (logits.float() / temperatures.clamp(min=SURE).float()[:, None]).softmax(-1)
-    found = drawn.gather(1, ids.clamp(min=0)).double().masked_fill(ids < 0, 0.0)
-    return torch.minimum(found, probabilities).sum(-1)
+    warmth = temperatures.clamp(COLDEST, 1.0).float()[:, None]
+    whole = (logits.float() / warmth).logsumexp(-1, keepdim=True)
+    drawn = (logits.gather(1, ids.clamp(min=0)).float() / warmth - whole).exp().double()
+    return torch.minimum(drawn.masked_fill(ids < 0, 0.0), probabilities).nan_to_num(0.0).sum(-1)
