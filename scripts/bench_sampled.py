@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -159,14 +160,15 @@ def measure(
     }
 
 
-def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
-    """One home, from nothing to learned experts; one that has learned before is only measured."""
+def run(args: argparse.Namespace, seed: int, home: Path) -> Iterator[dict[str, Any]]:
+    """One home, that learns unless it has; the report so far after each temperature."""
     settings = load_settings(home=home, target=args.target, draft=args.draft, update_every=args.update_every)
     with opened(settings) as system:
         warm_up(system)
         stream = prompts_for(args, "stream", args.requests, seed)
         drawn = SamplingParams(max_tokens=args.max_tokens, temperature=args.learned_at)
         report: dict[str, Any] = {"learning": taught(system, stream, drawn, seed), "temperatures": {}}
+        report |= {"step_ms": step_costs(system), **surroundings(system)}
         prompts = prompts_for(args, "dev", args.heldout, seed)
         others = prompts_for(args, "dev", args.heldout + WARMING, seed)[len(prompts) :]
         for temperature in args.temperatures:
@@ -177,7 +179,7 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
             begin(systems, others, params)
             report["temperatures"][f"{temperature:g}"] = measure(systems, prompts, params, args)
             show(temperature, report["temperatures"][f"{temperature:g}"])
-        return {**report, "step_ms": step_costs(system), **surroundings(system)}
+            yield report
 
 
 def show(temperature: float, found: dict[str, Any]) -> None:
@@ -208,10 +210,12 @@ def main() -> None:
     given = {key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")}
     report: dict[str, Any] = {"settings": given, "date": datetime.now(UTC).date().isoformat(), "seeds": []}
     for seed in range(args.seeds):
+        before = report["seeds"]
         with tempfile.TemporaryDirectory() as folder:
-            report["seeds"].append(run(args, seed, args.homes / str(seed) if args.homes else Path(folder)))
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            for found in run(args, seed, args.homes / str(seed) if args.homes else Path(folder)):
+                report["seeds"] = [*before, found]
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

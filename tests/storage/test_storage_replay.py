@@ -282,6 +282,14 @@ DAMAGED = (  # where JSON with a share for each arm is expected
 )
 
 
+@pytest.mark.parametrize("damage", ["'hot'", "-1.0", "9e999", "x'ff00'", "1e5"])
+def test_a_damaged_temperature_counts_as_greedy(home: Home, mixed: ReplayBuffer, damage: str) -> None:
+    mixed.add([record()])
+    with home.write() as connection:
+        connection.exec_driver_sql(f"UPDATE replay SET temperature = {damage} WHERE id = 2")
+    assert [one.temperature for one in mixed.by_ids([1, 2])] == [0.75, 0.0]
+
+
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_notes_of_how_the_drafts_stood_count_as_none(
     home: Home, mixed: ReplayBuffer, damage: str | bytes
