@@ -94,9 +94,10 @@ def acceptances(
             system.bank.select([domain])
             hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
             drawn = distribution(draft.logits(hidden[:, -count:])[0], temperature)
-        both = torch.minimum(wanted[:, draft.vocabulary], drawn)
+            tokens = draft.vocabulary  # of whoever drafts now
+        both = torch.minimum(wanted[:, tokens], drawn)
         found[name] = float(both.sum()), float(count)
-        likely = torch.zeros_like(wanted).scatter(1, wanted.topk(KEPT).indices, 1.0)[:, draft.vocabulary]
+        likely = torch.zeros_like(wanted).scatter(1, wanted.topk(KEPT).indices, 1.0)[:, tokens]
         found[f"{name}, by kept tokens"] = float((both * likely).sum()), float(count)
     return found
 
@@ -197,12 +198,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--domains", default=DOMAINS)
-    parser.add_argument("--requests", type=int, default=60, help="of the stream, for each domain")
-    parser.add_argument("--heldout", type=int, default=8, help="prompts of each domain to measure with")
+    parser.add_argument("--requests", type=int, default=40, help="of the stream, for each domain")
+    parser.add_argument("--heldout", type=int, default=7, help="prompts of each domain to measure with")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learned-at", type=float, default=1.0, help="temperature of the stream")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.0])
-    parser.add_argument("--queue-rounds", type=int, default=3, help="times that each queue is answered")
+    parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
     parser.add_argument("--update-every", type=int, default=32)
