@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=7, help="prompts of each domain to measure with")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learned-at", type=float, default=1.0, help="temperature of the stream")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.0])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
     parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")

@@ -48,8 +48,8 @@ def note(found: dict[str, Any]) -> str:
         f"SmolLM2-135M-Instruct on {seed['threads']} threads of a shared machine, {prompts} held-out prompts "
         f"of {domains} domains that the shipped drafter had not read, answers of at most {most} tokens, "
         f"after {learned['requests']} requests sampled at temperature {drawn:g} and {learned['updates']} "
-        f"updates; {seeds}, {found['date']}. Intervals are 95 %, over the prompts, at batch 1, and over "
-        "timings of a queue at batch 8."
+        f"updates; {seeds}, {found['date']}. Intervals are 95 %, over the prompts, at batch 1; at batch 8 "
+        f"over {settings['queue_rounds']} timings of a queue, which say little."
     )
 
 
@@ -74,3 +74,34 @@ def beside(found: dict[str, Any]) -> str:
             row.append(f"{before[0]:.2f} → {after[0]:.2f}" if before and after else "")
         rows.append(row)
     return table(["", *(f"temperature {t}" for t in temperatures)], rows)
+
+
+def updates(found: dict[str, Any]) -> str:
+    """Each joint update that is still known against the one before it, counted in both ways."""
+    rows = []
+    ways = found["ways"]
+    for number in range(len(ways["sampled"]["updates"])):
+        row = [str(number + 1)]
+        for way in ("sampled", "as greedy"):
+            one = ways[way]["updates"][number]
+            row += [f"{one['gain']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f})", f"{one['better']:.2f}"]
+        rows.append(row)
+    head = [
+        "update",
+        "gain, tokens per step",
+        "probability of a gain",
+        "gain by the token that was drawn",
+        "probability of a gain",
+    ]
+    return f"{table(head, rows)}\n\n{found['records']} held-out records, {found['date']}; 80 % intervals."
+
+
+def factors(found: dict[str, Any]) -> str:
+    """First guesses accepted where what the published adapters add is multiplied by factors."""
+    ways = found["ways"]
+    names = list(ways["sampled"]["factors"])
+    rows = []
+    for way, words in {"sampled": "drawn guesses accepted", "as greedy": "likeliest guess was drawn"}.items():
+        figures = [ways[way]["static"], *(ways[way]["factors"][name] for name in names)]
+        rows.append([words, *(f"{figure:.3f}" for figure in figures)])
+    return table(["", "none (as shipped)", *(f"× {name}" for name in names)], rows)

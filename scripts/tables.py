@@ -18,6 +18,7 @@ import expert_tables
 import feature_tables
 import gate_tables
 import kernel_tables
+import sampled_tables
 import selection_tables
 import step_tables
 from markdown_tables import table
@@ -254,6 +255,10 @@ SOURCES = {
     "strength": ("strength.json", expert_tables.strength),
     "records": ("records.json", expert_tables.records),
     "lists": ("lists.json", expert_tables.lists),
+    "sampled": ("smollm2/sampled.json", sampled_tables.sampled),
+    "sampled_beside": ("smollm2/sampled.json", sampled_tables.beside),
+    "sampled_gate": ("smollm2/sampled_gate.json", sampled_tables.updates),
+    "sampled_factors": ("smollm2/sampled_gate.json", sampled_tables.factors),
     "gate": ("gate.json", gate_tables.rules),
     "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),
