@@ -40,8 +40,8 @@ from moedraft.cpu.products import Product
 from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.features.guessing.feature_guesses import acceptance
 from moedraft.distill.features.record_states import RecordStates
+from moedraft.distill.guessing.feature_guesses import acceptance
 from moedraft.feature.checkpoint import load_draft
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union

@@ -11,9 +11,9 @@ from moedraft.cpu.steady.forward import SteadyForward
 from moedraft.distill.features.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
 from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.features.guessing.feature_guesses import acceptance
 from moedraft.distill.features.record_states import HALF, RecordStates
 from moedraft.distill.features.unrolled import unroll
+from moedraft.distill.guessing.feature_guesses import acceptance
 from moedraft.feature import unroll as whole
 from moedraft.feature.features import FeatureCapture
 from moedraft.feature.unroll import Batch

@@ -18,8 +18,9 @@ from feature_records import a_batch, a_draft, a_record, a_target, stir
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord, StorageError
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.features.guessing.feature_guesses import acceptance
 from moedraft.distill.features.record_states import RecordStates
+from moedraft.distill.guessing.feature_guesses import acceptance
+from moedraft.distill.guessing.text_guesses import runs
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
@@ -33,7 +34,6 @@ from moedraft.distill.measuring.remembered import Remembered
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import collate as collate_text
-from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes
 from moedraft.storage.filing import file_under, filed

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from moedraft.core import ReplayRecord
 from moedraft.distill.features.feature_batches import FeatureBatch
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.features.guessing.feature_guesses import guessed
-from moedraft.distill.features.guessing.sampled import accepted, at_temperature
+from moedraft.distill.guessing.feature_guesses import guessed
+from moedraft.distill.guessing.sampled import accepted, at_temperature
+from moedraft.distill.guessing.text_guesses import guessed_rows, runs
 from moedraft.distill.text.batches import collate
-from moedraft.distill.text.text_guesses import guessed_rows, runs
 
 from random_models import VOCAB
 

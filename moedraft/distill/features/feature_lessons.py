@@ -10,8 +10,8 @@ from moedraft.core import ReplayRecord
 from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.features.guessing.feature_guesses import guessed
 from moedraft.distill.features.record_states import States
+from moedraft.distill.guessing.feature_guesses import guessed
 from moedraft.distill.joint.plan import Guessed, JointPlan
 
 

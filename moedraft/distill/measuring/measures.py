@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.guessing.text_guesses import guessed_rows
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.lora.adapters import JointAdapters
 from moedraft.distill.measuring.figures import FEW, Measured
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.batches import grouped
-from moedraft.distill.text.text_guesses import guessed_rows
 from moedraft.storage.versions.candidate import Weights
 
 Serving = Mapping[str, Weights | None]  # by name: the shared adapter and an expert; None: untrained

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from moedraft.core import ReplayRecord
+from moedraft.distill.guessing.text_guesses import guessed_rows
 from moedraft.distill.joint.plan import Guessed, JointPlan
 from moedraft.distill.text.batches import RecordBatch, collate, grouped, taught_by
-from moedraft.distill.text.text_guesses import guessed_rows
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.kernels import divergence, linear_divergence
 

@@ -6,7 +6,7 @@ import torch
 
 from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, taught_at
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.features.guessing.sampled import accepted, at_temperature
+from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.joint.plan import Guessed
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moedraft.distill.features.guessing.sampled import accepted, at_temperature
+from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.text.batches import RecordBatch
 
 Row = tuple[NDArray[np.float64], tuple[float, int]]  # [depth, 2], as `runs`; the sum of chances, and how many
