@@ -418,13 +418,22 @@ def show(seed: int, found: dict[str, Any]) -> None:
     print("batch 8", {name: each["times_plain"] for name, each in found["batch"].items()}, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(title: str) -> argparse.ArgumentParser:
+    """The options that this benchmark and `bench_sampled.py` have in common."""
+    parser = argparse.ArgumentParser(description=title.splitlines()[0])
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--domains", default=DOMAINS)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
+    parser.add_argument("--update-every", type=int, default=32)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=100, help="of the stream, for each domain")
     parser.add_argument("--heldout", type=int, default=20, help="prompts of each domain to measure with")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -432,9 +441,6 @@ def main() -> None:
         "--rounds", type=int, default=1, help="times that each answer is timed; the median counts"
     )
     parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
-    parser.add_argument("--update-every", type=int, default=32)
     parser.add_argument("--update-steps", type=int, default=16)
     parser.add_argument("--gate", choices=["on", "off"], default="on")
     args = parser.parse_args()

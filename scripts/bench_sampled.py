@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from bench_experts import (
     ANSWERS,
-    DOMAINS,
     Answered,
     Pair,
     Prompts,
@@ -35,6 +34,7 @@ from bench_experts import (
     begin,
     in_a_queue,
     one_by_one,
+    parser_of,
     prompts_for,
     rounded,
     taught,
@@ -192,21 +192,13 @@ def show(temperature: float, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--draft", default="auto")
-    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--domains", default=DOMAINS)
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=40, help="of the stream, for each domain")
     parser.add_argument("--heldout", type=int, default=7, help="prompts of each domain to measure with")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learned-at", type=float, default=1.0, help="temperature of the stream")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
     parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
-    parser.add_argument("--update-every", type=int, default=32)
     args = parser.parse_args()
     given = {key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")}
     report: dict[str, Any] = {"settings": given, "date": datetime.now(UTC).date().isoformat(), "seeds": []}

@@ -41,14 +41,12 @@ FACTORS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35)  # of what is published; it has .85 of
 def served(store: Store, version: int, domains: Sequence[str]) -> Serving | None:
     """What served when this version of the shared adapter was published; None: no longer on disk."""
     try:
-        found: dict[str, Any] = {SHARED: None}
-        for one in store.registry.versions(SHARED):
-            if one.version == version:
-                found[SHARED] = store.adapters.load(one)
+        [shared] = [one for one in store.registry.versions(SHARED) if one.version == version]
+        found: dict[str, Any] = {SHARED: store.adapters.load(shared)}
         for name in domains:
             stood = [one for one in store.registry.versions(name) if (one.stood_on or 0) <= version]
             found[name] = store.adapters.load(stood[-1]) if stood else None
-        return found if found[SHARED] else None
+        return found
     except StorageError:
         return None
 

@@ -148,7 +148,7 @@ def show(made: UpdateRecord, as_json: bool) -> None:
     gain = f"{rate(made.acceptance_before)} → {rate(made.acceptance_after)}"
     say(
         f"{made.expert} {'version' if published else 'stays at version'} {made.version}: {made.steps} steps "
-        f"on {made.records} records, loss {made.loss:.3f}, held-out first guesses {gain}{_judged(made)}"
+        f"on {made.records} records, loss {made.loss:.3f}, held-out acceptance {gain}{_judged(made)}"
     )
 
 

@@ -182,7 +182,7 @@ def _learner(system: System) -> Callable[[], None]:
             system.refresh()
             made = update.summary
             gain = f"{rate(made.acceptance_before)} → {rate(made.acceptance_after)}"
-            note(f"{update.expert} learned: version {update.version.version}, first guesses {gain}")
+            note(f"{update.expert} learned: version {update.version.version}, held-out acceptance {gain}")
 
     return learn
 

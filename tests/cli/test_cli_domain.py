@@ -201,16 +201,21 @@ def test_warm_start_raises_acceptance(run: Run, home: Path, low: Path, pair: Pai
     assert experts["low"]["replay_size"] == 8
 
 
-@pytest.mark.usefixtures("brief")
-def test_a_warm_start_on_trial_is_taken_back_where_it_does_harm(
-    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def start_worse(
+    brief: None, run: Run, home: Path, low: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], dict[str, Any]]:
+    """A warm start after which drafts of the other examples are accepted less often; what it reports."""
     rates = iter([0.5, 0.4])
     monkeypatch.setattr("moedraft.distill.warmstart._measure", lambda *_: next(rates))
-    result = run(
-        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
-    )
-    warm = result.data["warm_start"]
+    words = ("domain", "register", "low", "--examples", low, "--warm-start", 8, *pair)
+    return lambda: run(*words, "--json", "--home", home).data["warm_start"]  # type: ignore[no-any-return]
+
+
+def test_a_warm_start_on_trial_is_taken_back_where_it_does_harm(
+    start_worse: Callable[[], dict[str, Any]], run: Run, home: Path
+) -> None:
+    warm = start_worse()
     assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (0, 0, 0.4)
     versions = run("adapter", "list", "low", "--json", "--home", home).data["adapters"]
     assert [version["state"] for version in versions] == ["rolled_back", "rolled_back"]
@@ -220,32 +225,18 @@ def test_a_warm_start_on_trial_is_taken_back_where_it_does_harm(
     assert log[-1]["reason"].startswith("It was on trial")
 
 
-@pytest.mark.usefixtures("brief")
 def test_what_enough_records_speak_for_stays_whatever_the_other_examples_say(
-    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    start_worse: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moedraft.distill.warmstart.FEW", 1)
-    rates = iter([0.5, 0.4])
-    monkeypatch.setattr("moedraft.distill.warmstart._measure", lambda *_: next(rates))
-    result = run(
-        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
-    )
-    warm = result.data["warm_start"]
+    warm = start_worse()
     assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (2, 2, 0.4)
 
 
-@pytest.mark.usefixtures("brief")
-def test_without_a_gate_nothing_is_taken_back(
-    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gate_nothing_is_taken_back(start_worse: Callable[[], dict[str, Any]], home: Path) -> None:
     with (home / "config.toml").open("a") as config:
         config.write('gate = "off"\n')
-    rates = iter([0.5, 0.4])
-    monkeypatch.setattr("moedraft.distill.warmstart._measure", lambda *_: next(rates))
-    result = run(
-        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
-    )
-    warm = result.data["warm_start"]
+    warm = start_worse()
     assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (3, 3, 0.4)
 
 

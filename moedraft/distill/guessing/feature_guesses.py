@@ -38,7 +38,9 @@ def guessed(student: FeatureStudent, batch: FeatureBatch, depth: int, *, shared:
 def _accepted(
     student: FeatureStudent, batch: FeatureBatch, hidden: torch.Tensor, tried: torch.Tensor, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By place of `tried`, whether its guess is accepted, or how likely that is; and `Guessed.chances`.
+    """For each place of `tried`: how likely its guess is accepted, and what `Guessed.chances` sums up.
+
+    The first is 0 or 1 in greedy answers.
 
     hidden: [B, A, H] of this step. tried: bool [B, A]; N places. Two results [N], float64.
     """

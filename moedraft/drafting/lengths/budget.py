@@ -53,7 +53,10 @@ class Budget:
         self._comparing = 0  # plain rounds still to come of a comparison
 
     def model(self, expert: str, *, sampled: bool = False) -> AcceptanceModel:
-        """What is known of an expert's guesses in greedy rows, or in sampled ones (another rule)."""
+        """What is known of an expert's guesses in greedy rows, or in sampled ones.
+
+        Sampled rows accept guesses by another rule, so what is seen in one kind says nothing of the other.
+        """
         return self.acceptance.setdefault((expert, sampled), AcceptanceModel())
 
     def observe(self, rows: int, steps: int, verified: int, tokens: int, ms: float) -> None:
