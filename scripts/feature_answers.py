@@ -1,14 +1,16 @@
-"""Greedy answers of a target to prompts of several domains, with its most likely tokens, kept in a folder.
+"""Answers of a target to prompts of several domains, with its most likely tokens, kept in a folder.
 
-They are expensive and the same for every arrangement that is compared, so each is computed once. A file holds
-one domain; one that is there already is read.
+They are greedy unless a temperature is given. They are expensive and the same for every arrangement that is
+compared, so each is computed once. A file holds one domain; one that is there already is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 import random
+from dataclasses import replace
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -64,22 +66,28 @@ def answers(
 
 
 def answered(
-    model: LanguageModel, prompts: list[list[int]], domain: str, max_tokens: int, rows: int = 48
+    model: LanguageModel,
+    prompts: list[list[int]],
+    domain: str,
+    max_tokens: int,
+    rows: int = 48,
+    temperature: float = 0.0,
 ) -> list[ReplayRecord]:
-    """Greedy answers in batches of prompts of like length, in the prompts' order."""
+    """Answers in batches of prompts of like length, in the prompts' order; see `answer_batch`."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     found: dict[int, ReplayRecord] = {}
     for first in range(0, len(order), rows):
         chosen = order[first : first + rows]
-        batch = answer_batch(model, [prompts[i] for i in chosen], domain, max_tokens)
+        batch = answer_batch(model, [prompts[i] for i in chosen], domain, max_tokens, temperature)
         found |= dict(zip(chosen, batch, strict=True))
     return [found[i] for i in range(len(prompts))]
 
 
 @torch.inference_mode()
 def answer_batch(
-    model: LanguageModel, prompts: list[list[int]], domain: str, max_tokens: int
+    model: LanguageModel, prompts: list[list[int]], domain: str, max_tokens: int, temperature: float = 0.0
 ) -> list[ReplayRecord]:
+    """Greedy answers, or sampled ones, drawn by a seed that is the prompt's own: the same in any batch."""
     cache, width = model.new_cache(len(prompts)), max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in zip(ids, prompts, strict=True):
@@ -89,10 +97,11 @@ def answer_batch(
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
     tokens, top_ids, top_logprobs = [], [], []
     ended = torch.zeros(len(prompts), dtype=torch.bool)
+    chances = [torch.Generator().manual_seed(seed_of(prompt)) for prompt in prompts]
     for step in range(max_tokens):
         logits = model.forward(cache, 0, last, [start + step for start in starts])[:, -1].float()
         values, found = logits.log_softmax(-1).topk(TOPK, dim=-1)
-        last = logits.argmax(-1, keepdim=True)
+        last = drawn(logits, temperature, chances)
         tokens.append(last)
         top_ids.append(found)
         top_logprobs.append(values)
@@ -105,8 +114,23 @@ def answer_batch(
     for b, prompt in enumerate(prompts):
         answer = until_end(made[b], model.eos_token_ids)
         count = len(answer)
-        records.append(record(domain, prompt, answer, ids_by_row[b][:count], values_by_row[b][:count]))
+        made_of = ids_by_row[b][:count], values_by_row[b][:count]
+        records.append(replace(record(domain, prompt, answer, *made_of), temperature=temperature))
     return records
+
+
+def seed_of(prompt: list[int]) -> int:
+    """The same for the same tokens, on every machine."""
+    return int(hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:15], 16)
+
+
+def drawn(logits: torch.Tensor, temperature: float, chances: list[torch.Generator]) -> torch.Tensor:
+    """A token of each row of logits [B, V], int64 [B, 1]: the likeliest, or at a temperature by chance."""
+    if not temperature:
+        return logits.argmax(-1, keepdim=True)
+    probabilities = (logits / temperature).softmax(-1)
+    pairs = zip(probabilities, chances, strict=True)
+    return torch.stack([torch.multinomial(row, 1, generator=chance) for row, chance in pairs])
 
 
 def record(

@@ -1,4 +1,4 @@
-"""The target's greedy answers and states, each computed once and kept in a folder, a file for each prompt."""
+"""The target's answers and states, each computed once and kept in a folder, a file for each prompt."""
 
 from __future__ import annotations
 
@@ -29,10 +29,16 @@ class Answers:
     """
 
     def __init__(
-        self, target: LanguageModel, states: RecordStates | None, folder: Path, max_tokens: int
+        self,
+        target: LanguageModel,
+        states: RecordStates | None,
+        folder: Path,
+        max_tokens: int,
+        temperature: float = 0.0,
     ) -> None:
-        """states: of a feature drafter; an independent draft model reads none."""
+        """states: of a feature drafter; an independent draft model reads none. temperature: 0 is greedy."""
         self.target, self.states, self.folder, self.max_tokens = target, states, folder, max_tokens
+        self.temperature = temperature
         self.on_forward: Callable[[], None] = lambda: None
         self._known: dict[tuple[int, ...], torch.Tensor] = {}  # states by token ids
         self._drafted: dict[tuple[int, ...], ReplayRecord] = {}  # by prompt
@@ -97,7 +103,7 @@ class Answers:
 
     def _answer(self, prompts: list[list[int]]) -> None:
         print(f"the target answers {len(prompts)} prompts", flush=True)
-        for record in answered(self.target, prompts, "", self.max_tokens):
+        for record in answered(self.target, prompts, "", self.max_tokens, temperature=self.temperature):
             self.keep(record)
 
     def _load(self, prompt: list[int]) -> ReplayRecord:
@@ -118,8 +124,10 @@ class Answers:
             drafted=0,
             accepted=0,
             created_at=0.0,
+            temperature=self.temperature,
         )
 
     def _file(self, prompt: Sequence[int]) -> Path:
         name = hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:24]
-        return self.folder / f"{name}-{self.max_tokens}.safetensors"
+        drawn = f"-t{self.temperature:g}" if self.temperature else ""
+        return self.folder / f"{name}-{self.max_tokens}{drawn}.safetensors"

@@ -28,6 +28,7 @@ def parser(about: str, patterns: str = "", domains: str = "") -> argparse.Argume
     made.add_argument("--requests", type=int, default=160)
     made.add_argument("--seeds", type=int, default=1)
     made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--temperature", type=float, default=0.0, help="of the target's answers; 0 is greedy")
     made.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
     return made
 
@@ -37,6 +38,7 @@ def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
     torch.set_num_threads(args.threads)
     options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
     options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
+    options += ["--temperature", args.temperature]
     options += ["--domains", vars(args).get("domains", DOMAINS), *more]
     options += ["--cache", args.cache] if args.cache else []
     options += ["--draft", args.draft] if args.draft else []

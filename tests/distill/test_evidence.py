@@ -377,7 +377,9 @@ def test_answers_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     target = a_target()
     draft, asked = a_draft(target, SOME), []
 
-    def answered(model: Any, wanted: list[list[int]], name: str, longest: int) -> list[ReplayRecord]:
+    def answered(
+        model: Any, wanted: list[list[int]], name: str, longest: int, temperature: float
+    ) -> list[ReplayRecord]:
         asked.append(len(wanted))
         return [a_record(target, seed) for seed in range(len(wanted))]
 
