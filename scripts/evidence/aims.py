@@ -165,7 +165,8 @@ def never_below(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
 def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
     """Whether a domain stood below static by more than .01 at its lowest point, poisoned traffic included."""
     verdicts: list[bool | None] = []
-    sure, unsure = [], []
+    sure: list[str] = []
+    unsure: list[str] = []
     for name, of in default.items():
         for pattern, figures in of.items():
             lost = [(d, low) for d, low in lows.points(figures).items() if low["value"] < -lows.WORST]

@@ -12,6 +12,8 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +101,12 @@ def share(rows: Sequence[Rows]) -> float:
 
 
 def level(runs: Sequence[Found], part: Part = first_guesses, **where: Any) -> Estimate:
-    return ratio(part(sum(rows_at(run, **where) for run in runs)))
+    return ratio(part(reduce(add, [rows_at(run, **where) for run in runs])))
 
 
 def compared(before: Sequence[Rows], after: Sequence[Rows], part: Part = first_guesses) -> Compared:
     """By seed: counts of the same prompts, without and with."""
-    whole = change(part(sum(before)), part(sum(after)))
+    whole = change(part(reduce(add, before)), part(reduce(add, after)))
     seeds = tuple(_value(part(b)) for b in after), tuple(_value(part(b)) for b in before)
     return Compared(whole, tuple(a - b for a, b in zip(*seeds, strict=True)))
 

@@ -76,10 +76,11 @@ class Bench:
 
     def lessons(self, rank: int, shared_rank: int) -> Lessons:
         """Of a new copy of the draft base, with adapters of these ranks."""
-        ranks = {"rank": rank, "shared_rank": shared_rank}
         if isinstance(self.draft, LanguageModel):
-            return TextLessons(TextStudent(copy.deepcopy(self.draft), **ranks))
-        return FeatureLessons(FeatureStudent(_copy(self.draft), BASE, **ranks), self.answers)
+            student = TextStudent(copy.deepcopy(self.draft), rank=rank, shared_rank=shared_rank)
+            return TextLessons(student)
+        learner = FeatureStudent(_copy(self.draft), BASE, rank=rank, shared_rank=shared_rank)
+        return FeatureLessons(learner, self.answers)
 
 
 class Run:
@@ -307,7 +308,7 @@ def _counted(one: Run, found: dict[str, Any]) -> dict[str, Any]:
 
 def _target_operations(bench: Bench, records: Sequence[ReplayRecord]) -> int:
     """Of the target for these requests: two for each weight and token, attention left out."""
-    weights = sum(parameter.numel() for parameter in bench.target.hf.parameters())
+    weights: int = sum(parameter.numel() for parameter in bench.target.hf.parameters())
     return 2 * weights * sum(len(record.token_ids) for record in records)
 
 

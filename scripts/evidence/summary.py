@@ -194,7 +194,7 @@ def routed_right(runs: Runs, pattern: str) -> float:
     """Share of the requests that the classifier sent to their true domain."""
     found = [run for (p, _), by_seed in runs.by_name.items() if p == pattern for run in by_seed.values()]
     pairs = [pair for run in found for pair in zip(run["domains"], run["routed"], strict=True)]
-    return sum(a == b for a, b in pairs) / len(pairs)
+    return float(sum(a == b for a, b in pairs) / len(pairs))
 
 
 def _held(runs: Runs, pattern: str) -> list[str]:

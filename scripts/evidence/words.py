@@ -200,7 +200,7 @@ def interval(one: dict[str, Any]) -> str:
 
 def disputed(one: dict[str, Any]) -> bool:
     """Whether a difference is open though its interval excludes zero: the seeds disagree."""
-    return one["verdict"] == "open" and (one["low"] > 0 or one["high"] < 0)
+    return bool(one["verdict"] == "open" and (one["low"] > 0 or one["high"] < 0))
 
 
 def dispute(one: dict[str, Any]) -> str:
