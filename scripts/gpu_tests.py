@@ -3,7 +3,8 @@
     pytest -p gpu_tests --lines FILE …         # as a plugin: JSON when a test begins and when it ends
     python scripts/gpu_tests.py FILE REPORT    # sums them up in one JSON file
 
-Needs pytest and torch alone. A run that ends in the middle names the test that it ended in.
+Needs pytest and torch alone. A run that ends in the middle names the test that it ended in. The tests find what
+lies in `.peers/`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from peer_folder import find_peers
 
 WORST = ("failed", "skipped", "passed")  # of a test's three parts the first of these counts
 
@@ -61,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    find_peers()
     if path := config.getoption("--lines"):
         path.unlink(missing_ok=True)
         config.pluginmanager.register(Lines(path))
