@@ -5,6 +5,9 @@ holds no time of Python's), the time until Python has the call behind it, the ba
 copy's (counting the fewest bytes that the operation must move), the peak of extra memory, and the error
 against float64. The caches are cold. Without a CUDA device it measures the PyTorch references alone.
 
+Our own kernels come first: in the cases that have a target, then in the others; peers follow, and last what
+torch.compile makes. Peers are looked for on the path and in `.peers/` of this repository.
+
 The file is written before and after every contender, and a later run goes on where it stopped, as long as the
 code, the device and the packages are the same. A contender that was begun and did not return (it hung, or
 ended the process) is named and not begun again. After a failure on a CUDA device, such as a graph that cannot
@@ -31,9 +34,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from kernel_case import BEGUN, failed, run_case, settle, settle_case
+from kernel_case import BEGUN, OURS, PASSES, Case, failed, run_case, settle, settle_case, waits
 from kernel_cases import cases, tuned
+from kernel_tables import has_target
 from kernel_timing import Bench, copy_bandwidth, cpu_bench, cuda_bench
+from peer_folder import find_peers
 
 import moedraft.kernels
 import moedraft.sampling
@@ -103,12 +108,13 @@ def save(report: Report, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def show(case: dict[str, Any]) -> None:
+def show(case: dict[str, Any], shown: dict[str, Any]) -> None:
+    """What was found of a case beyond the contenders that were shown before."""
     print(case["operation"], case["shape"])
     print(f"  at least {case['floor_bytes'] / 1e6:,.1f} MB; launches: {case['launches']};", end=" ")
     print(f"replaces: {case['replaces']}; called by: {case['called_by']}", flush=True)
-    for name, entry in case["contenders"].items():
-        print(f"  {name:44}", json.dumps(entry), flush=True)
+    for name in [name for name in case["contenders"] if name not in shown]:
+        print(f"  {name:44}", json.dumps(case["contenders"][name]), flush=True)
 
 
 def begin_again(until: float) -> NoReturn:
@@ -119,31 +125,37 @@ def begin_again(until: float) -> NoReturn:
     os.execv(sys.executable, [*sys.orig_argv, *rest])
 
 
+def planned(found: list[Case]) -> list[tuple[int, Case]]:
+    """In which order what is measured: passes and cases, those of most value first."""
+    ours = sorted(found, key=lambda case: not has_target(case))
+    return [(number, case) for number in PASSES for case in (ours if number == OURS else found)]
+
+
 def measure(bench: Bench, report: Report, path: Path, until: float) -> int:
     """Run what the report lacks, saving before and after every contender. Returns how many cases are left."""
     if bench.cuda and "copy_bytes_per_second" not in report:
         report["copy_bytes_per_second"] = copy_bandwidth(bench)
-    known = {case["key"]: case for case in report["cases"]}
-    waiting = [case for case in cases(bench) if known.get(case.key, {"left": 1})["left"]]
-    for number, case in enumerate(waiting):
+    known: dict[str, Any] = {case["key"]: case for case in report["cases"]}
+    every = cases(bench)
+    for number, case in planned(every):
+        if not waits(known.get(case.key), number):
+            continue
         if time.monotonic() > until:
-            return len(waiting) - number
+            break
         if bench.cuda:
             torch.cuda.empty_cache()
         start, before = time.monotonic(), known.get(case.key, {"contenders": {}, "seconds": 0.0})
-        for found in run_case(case, bench, report.get("copy_bytes_per_second"), before["contenders"]):
+        for found in run_case(case, bench, report.get("copy_bytes_per_second"), number, known.get(case.key)):
             seconds = round(before["seconds"] + time.monotonic() - start, 1)
             known[case.key] = {"key": case.key, **found, "seconds": seconds}
             report["cases"] = list(known.values())
             save(report, path)
             if time.monotonic() > until and not begun(found):
                 break
-        show(known[case.key])
+        show(known[case.key], before["contenders"])
         if known[case.key]["broken"]:
             begin_again(until)
-        if known[case.key]["left"]:
-            return len(waiting) - number
-    return 0
+    return sum(known.get(case.key, {"left": 1})["left"] > 0 for case in every)
 
 
 def begun(case: dict[str, Any]) -> bool:
@@ -204,6 +216,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None, bench: Bench | None = None) -> Path:
     options = parse(arguments)
+    find_peers()
     until = time.monotonic() + 60 * options.minutes
     if bench is None:
         bench = cuda_bench(options.quick) if torch.cuda.is_available() else cpu_bench(options.quick)

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device, in three slices, each of which takes less than eight minutes. Needs python3
+# Everything that needs a CUDA device, in three slices: the first takes less than eight minutes, the first two less
+# than ten together, all three less than fourteen. Needs python3
 # with torch, triton and pytest, and for the engine benchmark numpy, safetensors, scikit-learn, threadpoolctl and
 # transformers; installs and fetches nothing. All other benchmarks (learning, verification, serving …) need the
 # installed package with its database and settings libraries, and are not for such a machine.
 #
-#   scripts/gpu_check.sh kernels     what only a GPU shows of the kernels, then their benchmark: the cases of most value
-#   scripts/gpu_check.sh tests       all tests of the kernels
+#   scripts/gpu_check.sh kernels     what only a GPU shows of the kernels, then their benchmark: what has a target first,
+#                                    then our own kernels in all other cases, then peers
+#   scripts/gpu_check.sh tests       all other tests of the kernels; those of the scripts need no GPU
 #   scripts/gpu_check.sh rest        the rest of the kernel benchmark, then the engine benchmark
 #   scripts/gpu_check.sh             all three, one after another
 #
 #   --out FOLDER     where the JSON files go (results/)
 #
-# Peers to compare with may lie in a folder that PYTHONPATH names (pip install --target); see docs/benchmarks.md.
+# Peers to compare with may lie in .peers/ of this repository, or in a folder that PYTHONPATH names; see
+# docs/benchmarks.md.
 #
 # The kernel benchmark writes its file before and after every contender, and a later slice or run goes on where it
 # stopped; what was begun and did not return is not begun again. It looks in the folder above and in results/. Tests are
@@ -76,22 +79,24 @@ tests() { # name of the report, seconds, tests …
 }
 
 # The limits of a slice, ten seconds each for what does not end when it is told to, and twenty for what runs outside of
-# them, add up to 480 seconds at most.
+# them, add up to 440, 140 and 240 seconds.
 # The kernel benchmark begins no contender in its last minute.
 for slice in "${slices[@]}"; do
     case "$slice" in
         kernels)
-            tests kernel-tests-gpu 110 tests/kernels/test_kernels_gpu.py
-            step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5
+            tests kernel-tests-gpu 100 tests/kernels/test_kernels_gpu.py
+            step "kernel benchmark" 300 "$python" scripts/bench_kernels.py --out "$out" --minutes 4
             ;;
         tests)
-            # What a GPU alone shows comes first. What is compiled without one was tested elsewhere.
-            tests kernel-tests 430 tests/kernels/test_kernels_gpu.py tests/kernels \
-                --ignore tests/kernels/test_kernels_compile.py
+            # What a GPU alone shows is in the slice before. The rest was tested elsewhere: what is compiled without
+            # a GPU, and the scripts.
+            tests kernel-tests 110 tests/kernels --ignore tests/kernels/test_kernels_gpu.py \
+                --ignore tests/kernels/test_kernels_compile.py --ignore-glob '*/test_bench_*' \
+                --ignore-glob '*/test_gpu_check*'
             ;;
         rest)
-            step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5 --tune
-            step "engine benchmark" 110 "$python" scripts/bench_engine.py --quick --out "$out"
+            step "kernel benchmark" 120 "$python" scripts/bench_kernels.py --out "$out" --minutes 1 --tune
+            step "engine benchmark" 80 "$python" scripts/bench_engine.py --quick --out "$out"
             ;;
     esac
 done

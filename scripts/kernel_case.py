@@ -29,8 +29,11 @@ class About(NamedTuple):
 
 
 # What may stand in place of a contender's times.
-NOT_INSTALLED, LEFT_OUT = "not installed", "left out"
+NOT_INSTALLED, SKIPPED = "not installed", "skipped"
 BEGUN, LOST = "begun", "failed: did not return"
+# In which pass a contender is measured: ours, which the targets are about; peers; and last what compiles for
+# half a minute before it runs.
+OURS, PEERS, COMPILED = PASSES = range(3)
 SAMPLED, FILTERED = "steps that sample", "steps with top-k, top-p or min-p"
 # A divergence's kernel and the one that scales its gradient, beside what makes the rows' weights, sorts the
 # list of tokens and sums the rows' losses: about fifteen operations on tensors of one entry a row or a token.
@@ -42,6 +45,16 @@ ABOUT = {
     "verify_chain": About("2", "two softmaxes, gathers, a draw", SAMPLED, "verify_chain"),
     "verify_chain, greedy": About("2 + 1 fill", "argmax, compare", "greedy steps", "verify_chain"),
     "verify_chain, filtered": About("3", "sort, softmaxes, a draw", FILTERED, "verify_chain"),
+    "sample_draft, filtered": About("3", "sort, softmax, a draw", FILTERED, "sample_draft"),
+    "verify_block, filtered": About(
+        "3", "sort, softmaxes, all residuals, a draw", f"{FILTERED}, verification = block", "verify_block"
+    ),
+    "verify_coupled, filtered": About(
+        "3", "sort, noise in memory, argmax", f"{FILTERED}, verification = coupled", "verify_coupled"
+    ),
+    "sample_coupled, filtered": About(
+        "3", "sort, noise in memory, argmax", f"{FILTERED}, verification = coupled", "sample_coupled"
+    ),
     "find_cuts": About("1", "a full sort, filtered logits in memory", FILTERED, "find_cuts"),
     "sample_draft": About("2", "softmax, a draw", "drafted tokens", "sample_draft"),
     "verify_block": About("2", "softmaxes, all residuals, a draw", "verification = block", "verify_block"),
@@ -92,7 +105,7 @@ class Case:
         return f"{self.operation} {self.shape}"
 
 
-class LeftOut(Exception):
+class Skipped(Exception):
     """Says why a contender is not measured. Nothing is wrong."""
 
 
@@ -104,8 +117,8 @@ def reported(entry: dict[str, Any]) -> Iterator[None]:
     except ImportError as error:
         entry["status"] = f"{NOT_INSTALLED}: {str(error)[:200]}"
         entry["missing"] = (error.name or "").split(".")[0]
-    except LeftOut as reason:
-        entry["status"] = f"{LEFT_OUT}: {reason}"
+    except Skipped as reason:
+        entry["status"] = f"{SKIPPED}: {reason}"
     except Exception as error:
         entry["status"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
 
@@ -132,7 +145,7 @@ def run_contender(contender: Contender, bench: Bench) -> dict[str, Any]:
 def failed(entry: dict[str, Any]) -> bool:
     """Whether the process that measured this may have lost the device to a broken capture or kernel."""
     status = str(entry.get("status", NOT_INSTALLED)).split(":")[0]
-    return status not in (NOT_INSTALLED, LEFT_OUT) or "facts" in entry or "status" in entry.get("graph", {})
+    return status not in (NOT_INSTALLED, SKIPPED) or "facts" in entry or "status" in entry.get("graph", {})
 
 
 def settle(entry: dict[str, Any]) -> None:
@@ -143,53 +156,75 @@ def settle(entry: dict[str, Any]) -> None:
 
 def settle_case(case: dict[str, Any]) -> None:
     """The same for all contenders. One whose package is there by now is left to be measured."""
-    for name, entry in list(case["contenders"].items()):
+    found = case["contenders"]
+    for name, entry in list(found.items()):
         settle(entry)
         if entry.get("missing") and find_spec(entry["missing"]):
-            del case["contenders"][name]
-            case["left"] += 1
+            del found[name]
+            case["waiting"].append(name)
+    if found.get("data", {}).get("status") == LOST:
+        case["waiting"] = []  # nothing can be measured without
+    else:
+        case["waiting"] = [name for name in case["waiting"] if name not in found]
+    case["left"] = len(case["waiting"])
+
+
+def pass_of(contender: str) -> int:
+    """In which pass it is measured, by its name."""
+    if contender.startswith("moedraft"):
+        return OURS
+    return COMPILED if contender == "torch.compile" else PEERS
+
+
+def waits(known: dict[str, Any] | None, number: int) -> bool:
+    """Whether something of a case is left to this pass. Of one that was never made, something of ours is."""
+    if known is None:
+        return number == OURS
+    return any(pass_of(name) == number for name in known["waiting"])
 
 
 def run_case(
-    case: Case, bench: Bench, bandwidth: float | None, known: dict[str, Any] | None = None
+    case: Case, bench: Bench, bandwidth: float | None, number: int, known: dict[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Measure all contenders, our own first, beyond those that are known. Yields what is known before each
+    """Measure the contenders of this pass, beyond those that are known. Yields what is known before each
     and after it.
 
     Before it, its status is "begun": one that hangs, or that ends the process, is told by that. So is the
     making of the data, as "data".
     bandwidth: bytes per second of a copy, to compare with. On a CUDA device the first contender that fails is
-    the last to be measured here: "left" says how many are left to a new process, and "broken" that one must
-    take over.
+    the last to be measured here. "waiting" names those of all passes that are not measured, "left" counts
+    them, and "broken" says that a new process must take over.
     """
-    results: dict[str, Any] = dict(known or {})
-    made: dict[str, Contender] = {}
+    results: dict[str, Any] = dict((known or {}).get("contenders", {}))
+    waiting: list[str] = list((known or {}).get("waiting", []))
+
+    def state(broken: bool = False) -> dict[str, Any]:
+        left = {"waiting": list(waiting), "left": len(waiting), "broken": broken}
+        return described(case, bench) | {"contenders": dict(results), **left}
+
     unmade: dict[str, Any] = {}
-
-    def state(left: int, broken: bool = False) -> dict[str, Any]:
-        return described(case, bench) | {"contenders": dict(results), "left": left, "broken": broken}
-
-    if results.get("data", {}).get("status") == LOST:
-        yield state(0)
-        return
+    made: dict[str, Contender] = {}
     results["data"] = {"status": BEGUN}
-    yield state(1)
+    yield state()
     with reported(unmade):
         made = case.contenders()
     del results["data"]
     if unmade:
         results["data"] = unmade
-    waiting, broken = [name for name in made if name not in results], bench.cuda and failed(unmade)
-    while waiting and not broken:
-        name = waiting.pop(0)
+    waiting = [name for name in made if name not in results]
+    broken = bench.cuda and failed(unmade)
+    for name in [name for name in waiting if pass_of(name) == number]:
+        if broken:
+            break
         results[name] = {"status": BEGUN}
-        yield state(len(waiting) + 1)
+        yield state()
         results[name] = run_contender(made[name], bench)
+        waiting.remove(name)
         broken = bench.cuda and failed(results[name])
         if bandwidth and not case.floor_operations:
             compare(results[name], case.floor_bytes, bandwidth)
-        yield state(len(waiting), broken)
-    yield state(len(waiting), broken)
+        yield state(broken)
+    yield state(broken)
 
 
 def compare(entry: dict[str, Any], size: int, bandwidth: float) -> None:

@@ -1,7 +1,7 @@
 """All cases of the kernel benchmark, ordered by value, and the trial of other block sizes.
 
 What the trainer runs comes first, then what every step of the engine runs, then the rest: a run that is
-broken off has lost the least.
+broken off has lost the least. `bench_kernels.py` goes through them in passes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, get_args
 
 import torch
 from kernel_case import BEGUN, Case, reported
+from kernel_filter_cases import drawn_case, filter_case, filtered_case
+from kernel_inputs import MIN_P, TOP_K
 from kernel_loss_cases import (
     dense_case,
     linear_dense_case,
@@ -23,17 +25,7 @@ from kernel_loss_cases import (
 )
 from kernel_peers import Loss
 from kernel_timing import Bench, Data, measured
-from kernel_verify_cases import (
-    MIN_P,
-    TOP_K,
-    filter_case,
-    filtered_case,
-    greedy_case,
-    rule_case,
-    sample_case,
-    sample_coupled_case,
-    verify_case,
-)
+from kernel_verify_cases import greedy_case, rule_case, sample_case, sample_coupled_case, verify_case
 
 from moedraft import kernels
 from moedraft.kernels import Kind
@@ -49,13 +41,15 @@ TILES = (
 
 def cases(bench: Bench) -> list[Case]:
     """All cases, those first that say most about what serves and what trains."""
-    ends = dict.fromkeys((bench.batches[0], bench.batches[-1]))
+    ends = list(dict.fromkeys((bench.batches[0], bench.batches[-1])))
     one, many, between = bench.batches[0], bench.batches[-1], bench.batches[1:-1]
+    chain, block, coupled = kernels.verify_chain, kernels.verify_block, kernels.verify_coupled
     found = [
         topk_case(bench, "fkl", bench.vocab, bench.rows, plain=True),
         *(verify_case(bench, batch, bench.vocab) for batch in ends),
-        filtered_case(bench, many),
+        *(filtered_case(bench, chain, many, top_k) for top_k in (0, TOP_K)),
         *(filter_case(bench, many, top_k) for top_k in (0, TOP_K)),
+        *(drawn_case(bench, kernels.sample_draft, many, top_k) for top_k in (0, TOP_K)),
         filter_case(bench, one),
         linear_topk_case(bench, bench.rows // 4, 2048),
         topk_case(bench, "fkl", 32_000, bench.rows, divided=True, dtype=torch.float32),  # of features
@@ -64,10 +58,11 @@ def cases(bench: Bench) -> list[Case]:
         *(sample_case(bench, batch) for batch in ends),
         *(verify_case(bench, batch, bench.vocab) for batch in between),
         *(filter_case(bench, batch) for batch in between),
-        *(filtered_case(bench, batch) for batch in (one, *between)),
-        *(rule_case(bench, kernels.verify_block, batch) for batch in ends),
-        *(rule_case(bench, kernels.verify_coupled, batch) for batch in ends),
+        *(filtered_case(bench, chain, batch) for batch in (one, *between)),
+        *(rule_case(bench, rule, batch) for rule in (block, coupled) for batch in ends),
+        *(filtered_case(bench, rule, many, top_k) for rule in (block, coupled) for top_k in (TOP_K, 0)),
         *(sample_coupled_case(bench, batch) for batch in ends),
+        *(drawn_case(bench, kernels.sample_coupled, many, top_k) for top_k in (TOP_K, 0)),
         *(verify_case(bench, many, vocab, many_peers=False) for vocab in bench.vocabs),
         *(topk_case(bench, "fkl", vocab, bench.rows) for vocab in bench.vocabs),
         *(greedy_case(bench, batch) for batch in ends),
@@ -78,8 +73,23 @@ def cases(bench: Bench) -> list[Case]:
         filter_case(bench, many, top_p=1.0, min_p=MIN_P),
         *(verify_case(bench, batch, bench.vocab, with_lse=False) for batch in bench.batches),
         linear_topk_case(bench, bench.rows, 4096),  # for the memory that it takes
+        *least(bench, one, between),
     ]
     return list({case.key: case for case in found}.values())
+
+
+def least(bench: Bench, one: int, between: tuple[int, ...]) -> list[Case]:
+    """The same operations at the other sizes of a batch."""
+    choosers = (kernels.sample_draft, kernels.sample_coupled)
+    rules = (kernels.verify_chain, kernels.verify_block, kernels.verify_coupled)
+    return [
+        *(filtered_case(bench, rule, one, TOP_K) for rule in rules),
+        *(drawn_case(bench, choose, one, TOP_K) for choose in choosers),
+        *(sample_case(bench, batch) for batch in between),
+        *(rule_case(bench, rule, batch) for rule in rules[1:] for batch in between),
+        *(sample_coupled_case(bench, batch) for batch in between),
+        *(greedy_case(bench, batch) for batch in between),
+    ]
 
 
 Tile = tuple[str, int, int, int]  # a loss, entries of a block, warps, stages

@@ -1,6 +1,6 @@
 """What the kernels are compared with: plain PyTorch, and other packages where they are installed.
 
-Each maker raises ImportError where its package is missing, LeftOut where it has nothing to compare with or
+Each maker raises ImportError where its package is missing, Skipped where it has nothing to compare with or
 its kernels cannot be built; the benchmark then names it and goes on. None of these packages is needed, and
 none is installed by the project.
 """
@@ -13,15 +13,17 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_case import LeftOut
+from kernel_case import Skipped
 from kernel_timing import Call
 from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Inputs = dict[str, Any]  # of a verification: its arguments by name
 
 
 def plain_verify(target: Tensor, tokens: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,10 +54,19 @@ def plain_filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
 
 
+def plain_filtered_sample(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    return plain_sample(plain_filter(logits, top_k, top_p))
+
+
 def plain_min_p(logits: Tensor, min_p: float) -> Tensor:
     """What is less than min_p times as likely as the most likely token becomes −inf."""
     least = logits.amax(-1, keepdim=True) + math.log(min_p)
     return logits.masked_fill(logits < least, -torch.inf)
+
+
+def skip(reason: str) -> list[Call]:
+    """Stands for the calls of a peer that has nothing to compare with."""
+    raise Skipped(reason)
 
 
 def flashinfer_sampling() -> Any:
@@ -64,31 +75,47 @@ def flashinfer_sampling() -> Any:
     try:
         sampling.get_sampling_module()
     except Exception as error:
-        raise LeftOut(f"its kernels cannot be built: {type(error).__name__}: {str(error)[:200]}") from error
+        raise Skipped(f"its kernels cannot be built: {type(error).__name__}: {str(error)[:200]}") from error
     return sampling
 
 
-def flashinfer_verify(inputs: dict[str, Tensor]) -> Call:
-    """With a seed in memory: asked for its state, a generator would refuse to be captured in a graph."""
-    sample = flashinfer_sampling().chain_speculative_sampling
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """A seed in memory: asked for its state, a generator would refuse to be captured in a graph."""
+    return {name: torch.zeros(1, dtype=torch.int64, device=device) for name in ("seed", "offset")}
+
+
+def flashinfer_verify(inputs: Inputs, top_k: int = 0, top_p: float = 1.0) -> Call:
+    """With limits, those are heeded of the target; the draft's logits are filtered already."""
+    sampling = flashinfer_sampling()
     target, draft = inputs["target_logits"], inputs["draft_logits"]
-    tokens = inputs["draft_tokens"].to(torch.int32)
-    numbers = {name: tokens.new_zeros(1, dtype=torch.int64) for name in ("seed", "offset")}
-    return lambda: sample(draft.float().softmax(-1), tokens, target.float().softmax(-1), **numbers)
+    tokens, state = inputs["draft_tokens"].to(torch.int32), random_state(target.device)
+
+    def call() -> Any:
+        left = flashinfer_left(sampling, target, top_k, top_p).view(target.shape)
+        return sampling.chain_speculative_sampling(draft.float().softmax(-1), tokens, left, **state)
+
+    return call
+
+
+def flashinfer_left(sampling: Any, logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The probabilities [rows, V] that top-k, unless it is 0, and then top-p, unless it is 1, leave."""
+    probs: Tensor = logits.flatten(0, -2).float().softmax(-1)
+    if top_k:
+        probs = sampling.top_k_renorm_probs(probs, top_k)
+    return sampling.top_p_renorm_probs(probs, top_p) if top_p < 1 else probs
 
 
 def flashinfer_filter(logits: Tensor, top_k: int, top_p: float) -> Call:
-    """The probabilities that top-k, unless it is 0, and then top-p leave, renormalised by each."""
-    sampling = flashinfer_sampling()
-    flat = logits.flatten(0, -2)
+    return partial(flashinfer_left, flashinfer_sampling(), logits, top_k, top_p)
 
-    def call() -> Any:
-        probs = flat.float().softmax(-1)
-        if top_k:
-            probs = sampling.top_k_renorm_probs(probs, top_k)
-        return sampling.top_p_renorm_probs(probs, top_p)
 
-    return call
+def flashinfer_sample(logits: Tensor, top_k: int, top_p: float) -> Call:
+    """One token a row of what top-k, unless it is 0, and then top-p leave."""
+    sampling, state = flashinfer_sampling(), random_state(logits.device)
+    if top_k:
+        draw = sampling.top_k_top_p_sampling_from_logits
+        return lambda: draw(logits.float(), top_k, top_p, filter_apply_order="top_k_first", **state)
+    return lambda: sampling.top_p_sampling_from_probs(logits.float().softmax(-1), top_p, **state)
 
 
 def module_of_file(package: str, file: str) -> Any:
@@ -98,7 +125,7 @@ def module_of_file(package: str, file: str) -> Any:
         raise ModuleNotFoundError(f"No module named '{package}'", name=package)
     path = Path(spec.submodule_search_locations[0]) / file
     if not path.exists():
-        raise LeftOut(f"this version of {package} has no {file}")
+        raise Skipped(f"this version of {package} has no {file}")
     found = importlib.util.spec_from_file_location(f"{package}_{path.stem}", path)
     assert found is not None
     assert found.loader is not None
@@ -107,19 +134,19 @@ def module_of_file(package: str, file: str) -> Any:
     return module
 
 
-def sglang_chain(inputs: dict[str, Tensor]) -> Call:
+def sglang_chain(inputs: Inputs) -> Call:
     """SGLang's kernel for chains, with the draft's probabilities."""
     file = "kernels/ops/speculative/reject_sampling.py"
     return sglang_call(module_of_file("sglang", file).chain_speculative_sampling_triton, inputs, True)
 
 
-def sglang_tree(inputs: dict[str, Tensor]) -> Call:
+def sglang_tree(inputs: Inputs) -> Call:
     """SGLang's kernel for trees, which accepts by the target alone, and notes what it refuses in zeros."""
     verify = importlib.import_module("sgl_kernel").tree_speculative_sampling_target_only
     return sglang_call(verify, inputs, False)
 
 
-def sglang_call(verify: Callable[..., None], inputs: dict[str, Tensor], drafted: bool) -> Call:
+def sglang_call(verify: Callable[..., None], inputs: Inputs, drafted: bool) -> Call:
     """A chain is a tree in which every token is the only child of the one before."""
     tokens, device = inputs["draft_tokens"], inputs["draft_tokens"].device
     batch, length = tokens.shape
@@ -155,30 +182,57 @@ def sglang_call(verify: Callable[..., None], inputs: dict[str, Tensor], drafted:
     return call
 
 
-def vllm_verify(inputs: dict[str, Tensor]) -> Call:
-    """Older versions take the target's probabilities, newer ones its logits in float32."""
+def vllm_verify(inputs: Inputs, top_k: int = 0, top_p: float = 1.0) -> Call:
+    """Older versions take the target's probabilities, newer ones its logits in float32.
+
+    With limits, those are heeded of the target; the draft's logits are filtered already.
+    """
     verify = importlib.import_module("vllm.v1.sample.rejection_sampler").rejection_sample
-    metadata = importlib.import_module("vllm.v1.sample.metadata").SamplingMetadata
     target, draft, tokens = inputs["target_logits"], inputs["draft_logits"], inputs["draft_tokens"]
-    batch, length = tokens.shape
+    (batch, length), vocab = tokens.shape, target.shape[-1]
     lengths = torch.full((batch,), length, dtype=torch.int32, device=tokens.device)
     counts = lengths.cumsum(0, dtype=torch.int32)
-    sampling = metadata.__new__(metadata)
-    sampling.__dict__.update(
-        all_greedy=False, all_random=True, temperature=inputs["temperature"], generators={}
-    )
-    vocab = target.shape[-1]
+    sampling = vllm_sampling(inputs["temperature"])
+    limited = vllm_filter(target, top_k, top_p) if top_p < 1 else lambda: target
     takes_logits = "target_logits" in inspect.signature(verify).parameters
 
     def call() -> Any:
-        rows = target[:, :-1].reshape(-1, vocab).float()
+        left = limited().view(target.shape)
+        rows = left[:, :-1].reshape(-1, vocab).float()
         draft_probs = draft.reshape(-1, vocab).float().softmax(-1)
-        bonus = target[:, -1].argmax(-1, keepdim=True).to(torch.int32)
+        bonus = left[:, -1].argmax(-1, keepdim=True).to(torch.int32)
         flat = tokens.flatten().to(torch.int32)
         given = rows if takes_logits else rows.softmax(-1)
         return verify(flat, [length] * batch, length, counts, draft_probs, given, bonus, sampling)
 
     return call
+
+
+def vllm_sampling(temperature: Tensor) -> Any:
+    """What vLLM is told of how rows are sampled: all by chance, without seeds of their own."""
+    metadata = importlib.import_module("vllm.v1.sample.metadata").SamplingMetadata
+    sampling = metadata.__new__(metadata)
+    sampling.__dict__.update(all_greedy=False, all_random=True, temperature=temperature, generators={})
+    return sampling
+
+
+def vllm_filter(logits: Tensor, top_k: int, top_p: float) -> Call:
+    """Logits [rows, V] in float32 with −inf for what top-k, unless it is 0, and then top-p exclude.
+
+    vLLM writes into the logits that it is given, so that it is given a copy each time.
+    """
+    limit = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").apply_top_k_top_p
+    rows = logits.flatten(0, -2)
+    k = torch.full((len(rows),), top_k, dtype=torch.int32, device=rows.device) if top_k else None
+    p = torch.full((len(rows),), top_p, device=rows.device)
+    return lambda: limit(rows.to(torch.float32, copy=True), k, p)
+
+
+def vllm_sample(logits: Tensor, top_k: int, top_p: float) -> Call:
+    """One token a row of what these limits leave."""
+    limited = vllm_filter(logits, top_k, top_p)
+    draw = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler").random_sample
+    return lambda: draw(limited().softmax(-1), {})
 
 
 def plain_divergence(kind: str) -> Loss:
@@ -211,7 +265,7 @@ def plain_topk(kind: str, ids: Tensor, logprobs: Tensor) -> Loss:
 
 def liger_divergence(kind: str) -> Loss:
     if kind == "rkl":  # the student would be its second argument, y_true
-        raise LeftOut("Liger's KL divergence gives no gradient for y_true")
+        raise Skipped("Liger's KL divergence gives no gradient for y_true")
     module = importlib.import_module("liger_kernel.transformers")
     if kind == "tvd":
         tvd = module.LigerTVDLoss(reduction="batchmean")

@@ -75,6 +75,12 @@ TARGETS = [
 ]
 
 
+def has_target(case: Case) -> bool:
+    """Whether one of the targets is about it."""
+    said = {"operation": case.operation, **case.shape}
+    return any(target.case.items() <= said.items() for target in TARGETS)
+
+
 def load(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Reports of CUDA devices and of CPUs, newest first."""
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("kernels-*.json"))]

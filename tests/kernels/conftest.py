@@ -40,7 +40,7 @@ if not torch.cuda.is_available():
         prepare_once_in_a_launch(importlib.import_module("triton.runtime.interpreter"))
 
 # The machine for GPU runs has torch, triton and pytest; the engine needs more.
-collect_ignore = [] if installed("sklearn") else ["test_warm_up.py"]
+collect_ignore = [] if installed("sklearn") else ["test_warm_up.py", "test_bench_as_served.py"]
 
 
 @pytest.fixture

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from scripts_loader import load_script
+from scripts_loader import SCRIPTS, load_script
 
 from moedraft import kernels
 
@@ -128,3 +130,40 @@ def test_flashinfer_filters_by_rank_only_where_it_is_asked_to(monkeypatch: pytes
     asked.clear()
     load_script("kernel_peers").flashinfer_filter(logits, 4, 0.9)()
     assert asked == [("top_k_renorm_probs", 4), ("top_p_renorm_probs", 0.9)]
+
+
+def test_peers_are_found_in_the_ignored_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind everything that is installed. Git ignores it, so that it is never committed."""
+    script, find_peers = load_script("bench_kernels"), load_script("peer_folder").find_peers
+    assert find_peers.__defaults__ == (SCRIPTS.parent / ".peers",)
+    assert "/.peers/" in (SCRIPTS.parent / ".gitignore").read_text().splitlines()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(script, "PEERS", ("torch", "some_peer"))
+    find_peers(tmp_path / "none")
+    assert script.versions()["some_peer"] == "not installed"
+    for name in ("some_peer", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "some_peer-1.2.dist-info").mkdir()
+    (tmp_path / "some_peer-1.2.dist-info" / "METADATA").write_text("Name: some-peer\nVersion: 1.2\n")
+    (tmp_path / "some_peer-1.2.dist-info" / "top_level.txt").write_text("some_peer\n")
+    find_peers(tmp_path)
+    find_peers(tmp_path)
+    assert sys.path.count(str(tmp_path)) == 1
+    found = script.versions()
+    assert (found["some_peer"], found["torch"].split("+")[0]) == ("1.2", torch.__version__.split("+")[0])
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    assert not spec.origin.startswith(str(tmp_path))
+
+
+def test_the_benchmark_looks_there_before_it_asks_for_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, order = load_script("bench_kernels"), []
+    monkeypatch.setattr(script, "find_peers", lambda: order.append("folder"))
+    monkeypatch.setattr(script, "versions", lambda: order.append("versions"))
+    monkeypatch.setattr(script, "plot", lambda *_: None)
+    script.main(["--out", str(tmp_path), "--resume", str(tmp_path), "--minutes", "-1"], bench(cuda=False))
+    assert order == ["folder", "versions"]

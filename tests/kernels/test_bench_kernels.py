@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -144,16 +145,22 @@ def test_every_case_runs_and_only_missing_packages_are_named(
                 assert "us" in entry.get("graph", {"us": None}), (case["key"], name, entry)
                 assert "status" not in entry, (case["key"], name, entry)
             elif (case["shape"].get("kind"), name) == ("rkl", "Liger (with its log_softmax)"):
-                assert entry["status"].startswith("left out: "), entry
+                assert entry["status"].startswith("skipped: "), entry
+            elif "filtered" in case["operation"] and entry["status"].startswith("skipped: "):
+                assert entry["status"].endswith(f"{name} has nothing like {case['operation'].split(',')[0]}")
             else:
                 assert entry["status"].startswith("not installed: No module named "), entry
                 assert name.split()[0].rstrip(",") in PEERS
         assert "us" in next(iter(case["contenders"].values())), case["key"]
     ours = {case["operation"]: next(iter(case["contenders"].values())) for case in report["cases"]}
     assert all("facts" not in entry for entry in ours.values())
-    assert ours["find_cuts"]["rows_kept_unlike"] == ours["verify_chain, filtered"]["rows_unlike_float64"] == 0
-    batches = {case["shape"]["batch"] for case in report["cases"] if case["operation"] == "verify_chain"}
-    assert batches == {1, 2, 3}
+    assert ours["find_cuts"]["rows_kept_unlike"] == 0
+    limited = [name for name in operations if name.endswith(", filtered")]
+    assert len(set(limited)) == 5
+    assert {ours[name]["rows_unlike_float64"] for name in limited} == {0}
+    for one in ("verify_chain", "verify_chain, greedy", "verify_block", "sample_draft", "sample_coupled"):
+        batches = {case["shape"]["batch"] for case in report["cases"] if case["operation"] == one}
+        assert batches == {1, 2, 3}, one
     filters = [case for case in report["cases"] if case["operation"] == "find_cuts"]
     assert {case["shape"]["batch"] for case in filters} == {1, 2, 3}
     for case in filters:  # nobody is compared in what it does not do
@@ -187,37 +194,49 @@ def test_a_run_that_is_broken_off_keeps_its_cases_and_is_gone_on_with(
         run(bench_kernels, tmp_path)
     kept = json.loads((tmp_path / "kernels-stub.json").read_text())["cases"]
     assert len(kept) == 2
-    ran: list[str] = []
-    monkeypatch.setattr(
-        bench_kernels, "run_case", lambda case, *rest: ran.append(case.key) or real(case, *rest)
-    )
+    ran: list[tuple[int, str]] = []
+
+    def recorded(case: Any, bench: Any, bandwidth: Any, number: int, *rest: Any) -> Any:
+        ran.append((number, case.key))
+        return real(case, bench, bandwidth, number, *rest)
+
+    monkeypatch.setattr(bench_kernels, "run_case", recorded)
     report = run(bench_kernels, tmp_path)
-    assert report["cases"][:2] == kept
-    assert [case["key"] for case in report["cases"][2:]] == ran
-    assert not {case["key"] for case in kept} & set(ran)
+    plan = [(number, case.key) for number, case in bench_kernels.planned(every(tiny())[:most])]
+    count = len(report["cases"])
+    assert ran[: count - 2] == plan[2:count]  # our own
+    assert not set(plan[:2]) & set(ran)
+    assert len(set(ran)) == len(ran)
+    for before, now in zip(kept, report["cases"], strict=False):
+        assert before["contenders"].items() <= now["contenders"].items()
+        assert set(before["waiting"]) == set(now["contenders"]) - set(before["contenders"])
+    assert {case["left"] for case in report["cases"]} == {0}
     ran.clear()
+    run(bench_kernels, tmp_path)
+    assert ran == []
     monkeypatch.setattr(bench_kernels, "code", lambda: "other code")
     run(bench_kernels, tmp_path, "--minutes", "1e9")
-    assert len(ran) == len(report["cases"])  # the control: after a change everything is measured again
+    assert ran[:count] == plan[:count]  # the control: after a change everything is measured again
 
 
 def test_a_case_that_is_broken_off_keeps_its_contenders(
     bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = made_up("ours", "theirs", "last")
+    cases = made_up("moedraft", "theirs", "last")
     monkeypatch.setattr(bench_kernels, "cases", lambda bench: cases)
     case = load_script("kernel_case")
     real = case.run_contender
-    monkeypatch.setattr(case, "run_contender", after(2, real))
+    monkeypatch.setattr(case, "run_contender", after(3, real))  # one of ours in each case, then theirs
     with pytest.raises(KeyboardInterrupt):
         run(bench_kernels, tmp_path)
-    (kept,) = json.loads((tmp_path / "kernels-stub.json").read_text())["cases"]
-    assert list(kept["contenders"]) == ["ours", "theirs", "last"]
+    kept, other = json.loads((tmp_path / "kernels-stub.json").read_text())["cases"]
+    assert list(kept["contenders"]) == ["moedraft", "theirs", "last"]
     assert kept["contenders"]["last"] == {"status": "begun"}
-    assert kept["left"] == 1
+    assert (kept["left"], kept["waiting"]) == (1, ["last"])
+    assert (list(other["contenders"]), other["waiting"]) == (["moedraft"], ["theirs", "last"])
     monkeypatch.setattr(case, "run_contender", real)
     report = run(bench_kernels, tmp_path)
-    assert [list(one["contenders"]) for one in report["cases"]] == [["ours", "theirs", "last"]] * 2
+    assert [list(one["contenders"]) for one in report["cases"]] == [["moedraft", "theirs", "last"]] * 2
     first, second = (one["contenders"] for one in report["cases"])
     assert first == kept["contenders"] | {"last": {"status": "failed: did not return"}}
     assert "us" in second["last"]
@@ -227,7 +246,7 @@ def test_no_contender_begins_after_the_time_that_was_given(
     bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left of the case is measured later, and nothing counts as lost."""
-    cases, case = made_up("ours", "theirs"), load_script("kernel_case")
+    cases, case = made_up("moedraft", "theirs"), load_script("kernel_case")
     monkeypatch.setattr(bench_kernels, "cases", lambda bench: cases)
     real, now = case.run_contender, [0.0]
 
@@ -238,36 +257,99 @@ def test_no_contender_begins_after_the_time_that_was_given(
     monkeypatch.setattr(case, "run_contender", slow)
     monkeypatch.setattr(bench_kernels, "time", SimpleNamespace(monotonic=lambda: now[0]))
     (kept,) = run(bench_kernels, tmp_path, "--minutes", "1")["cases"]
-    assert (list(kept["contenders"]), kept["left"]) == (["ours"], 1)
+    assert (list(kept["contenders"]), kept["left"]) == (["moedraft"], 1)
     report = run(bench_kernels, tmp_path)
     assert all("us" in entry for one in report["cases"] for entry in one["contenders"].values())
 
 
-def made_up(*names: str, fails: str = "") -> list[Any]:
-    """Two cases of `sample_draft` with these contenders; what is called `fails` cannot be captured."""
+def made_up(*names: str, fails: str = "", made: list[tuple[int, str]] | None = None) -> list[Any]:
+    """Two cases of `sample_draft` with these contenders; what is called `fails` cannot be captured.
+
+    made: is told which contender's turn it is, of which batch.
+    """
     case = load_script("kernel_case")
 
-    def contender(name: str) -> Any:
-        if name == fails:
-            return case.Contender(lambda: [lambda: torch.tensor(1.0, device="cpu")])
-        return case.Contender(lambda: [lambda: torch.zeros(4)])
+    def contender(batch: int, name: str) -> Any:
+        def make() -> list[Callable[[], Any]]:
+            if made is not None:
+                made.append((batch, name))
+            wrong = lambda: torch.tensor(1.0, device="cpu")  # noqa: E731
+            return [wrong if name == fails else lambda: torch.zeros(4)]
 
-    def contenders() -> dict[str, Any]:
+        return case.Contender(make)
+
+    def contenders(batch: int) -> dict[str, Any]:
         torch.randn(3)
-        return {name: contender(name) for name in names}
+        return {name: contender(batch, name) for name in names}
 
-    return [case.Case("sample_draft", {"batch": batch}, 100, 100, contenders) for batch in (1, 2)]
+    return [
+        case.Case("sample_draft", {"batch": batch}, 100, 100, partial(contenders, batch)) for batch in (1, 2)
+    ]
+
+
+def test_ours_come_first_and_of_them_what_has_a_target(
+    bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the run is broken off again and again."""
+    made: list[tuple[int, str]] = []
+    cases = made_up("moedraft", "torch.compile", "theirs", "moedraft after it", made=made)
+    monkeypatch.setattr(bench_kernels, "cases", lambda bench: cases)
+    monkeypatch.setattr(bench_kernels, "has_target", lambda case: case.shape["batch"] == 2)
+    ours = [(batch, name) for batch in (2, 1) for name in ("moedraft", "moedraft after it")]
+    order = [*ours, *((batch, name) for name in ("theirs", "torch.compile") for batch in (1, 2))]
+    whole = run(bench_kernels, tmp_path / "whole")
+    assert made == order
+    made.clear()
+    for _ in order:
+        report = run_for_one(bench_kernels, tmp_path / "parts", monkeypatch)
+    assert made == order
+    assert [case["key"] for case in report["cases"]] == [case["key"] for case in whole["cases"]]
+    assert [case["contenders"].keys() for case in report["cases"]] == [
+        case["contenders"].keys() for case in whole["cases"]
+    ]
+
+
+def run_for_one(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run whose time is over when one contender has been measured."""
+    case, now = load_script("kernel_case"), [0.0]
+    real = case.run_contender
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 100
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(case, "run_contender", slow)
+        patch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        return run(script, folder, "--minutes", "1")
+
+
+def test_all_targets_are_measured_before_everything_else() -> None:
+    tables, script = load_script("kernel_tables"), load_script("bench_kernels")
+    bench = load_script("kernel_timing").cuda_bench(quick=False, cache=tables.H200_CACHE)
+    every = load_script("kernel_cases").cases(bench)
+    plan = script.planned(every)
+    count = sum(map(tables.has_target, every))
+    first = [case for number, case in plan[:count] if number == 0]
+    assert [case for case in first if tables.has_target(case)] == first
+    assert len({case.key for case in first}) == count
+    for target in tables.TARGETS:
+        said = [{"operation": case.operation, **case.shape} for case in first]
+        assert any(target.case.items() <= one.items() for one in said), target.name
+    assert not all(map(tables.has_target, every[:count]))  # the control: not by the order of the cases
+    assert [number for number, _ in plan] == sorted(number for number, _ in plan)
+    assert len(plan) == 3 * len(every)
 
 
 def test_after_a_failed_capture_a_new_process_goes_on(
     bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = made_up("ours", "theirs", "last", fails="theirs")
+    cases = made_up("moedraft", "theirs", "last", fails="theirs")
     monkeypatch.setattr(bench_kernels, "cases", lambda bench: cases)
     with pytest.raises(Again):
         run(bench_kernels, tmp_path)
-    (kept,) = json.loads((tmp_path / "kernels-stub.json").read_text())["cases"]
-    assert list(kept["contenders"]) == ["ours", "theirs"]
+    kept, _ = json.loads((tmp_path / "kernels-stub.json").read_text())["cases"]
+    assert list(kept["contenders"]) == ["moedraft", "theirs"]
     assert kept["left"] == 1
     assert "us" in kept["contenders"]["theirs"]  # what was found before the capture is kept
     assert "not permitted" in kept["contenders"]["theirs"]["graph"]["status"]
@@ -280,14 +362,14 @@ def test_after_a_failed_capture_a_new_process_goes_on(
         run(bench_kernels, tmp_path)
     device.broken = False
     report = run(bench_kernels, tmp_path)
-    assert [list(case["contenders"]) for case in report["cases"]] == [["ours", "theirs", "last"]] * 2
-    assert report["cases"][0]["contenders"]["ours"]["us"] == kept["contenders"]["ours"]["us"]
+    assert [list(case["contenders"]) for case in report["cases"]] == [["moedraft", "theirs", "last"]] * 2
+    assert report["cases"][0]["contenders"]["moedraft"]["us"] == kept["contenders"]["moedraft"]["us"]
 
 
 def test_a_case_whose_data_cannot_be_made_is_reported(
     bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = made_up("ours")
+    first, second = made_up("moedraft")
 
     def broken() -> dict[str, Any]:
         raise torch.OutOfMemoryError("no room")
@@ -298,7 +380,7 @@ def test_a_case_whose_data_cannot_be_made_is_reported(
         run(bench_kernels, tmp_path)
     report = run(bench_kernels, tmp_path)
     assert report["cases"][0]["contenders"] == {"data": {"status": "failed: OutOfMemoryError: no room"}}
-    assert "us" in report["cases"][1]["contenders"]["ours"]
+    assert "us" in report["cases"][1]["contenders"]["moedraft"]
 
 
 def test_a_new_process_has_the_rest_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

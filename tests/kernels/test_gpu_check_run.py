@@ -62,7 +62,7 @@ from made_up import HANGING, hang
 
 def contenders():
     call = lambda: torch.zeros(4)
-    return {"ours": Contender(lambda: [call]), "theirs": Contender(lambda: [hang if HANGING else call]),
+    return {"moedraft": Contender(lambda: [call]), "theirs": Contender(lambda: [hang if HANGING else call]),
             "last": Contender(lambda: [call])}
 
 torch.compile = lambda function, **_: function
@@ -105,7 +105,8 @@ def folder(tmp_path: Path) -> Path:
         "light/torch.py": "__version__ = '0'\nclass cuda:\n    is_available = lambda: False\n",
         "tests/kernels/test_kernels_gpu.py": TESTS,
         "tests/kernels/test_kernels_compile.py": "raise ValueError('is compiled elsewhere')\n",
-        "tests/kernels/test_more.py": "def test_more(): pass\n",
+        "tests/kernels/test_more.py": TESTS,
+        "tests/kernels/test_bench_some.py": "raise ValueError('needs no GPU')\n",
     }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -115,10 +116,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+def check(folder: Path, *arguments: str, home: Path = SCRIPTS.parent, **environment: str) -> tuple[int, str]:
     """The script's exit status and what it printed."""
     ran = subprocess.run(
-        [str(SCRIPTS / "gpu_check.sh"), "--out", str(folder / "out"), *arguments],
+        [str(home / "scripts" / "gpu_check.sh"), "--out", str(folder / "out"), *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, timeout=250,
         env={
             **os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHON": f"{folder}/bin/python",
@@ -142,10 +143,10 @@ def test_what_is_broken_off_is_reported_and_gone_on_with(folder: Path) -> None:
     assert "No CUDA device here" in text
     for step in ("kernel-tests-gpu", "kernel benchmark", "kernel-tests", "engine benchmark"):
         assert f"== {step}: failed with status 124" in text
-    for report in ("kernel-tests-gpu.json", "kernel-tests.json"):
-        tests = found(folder, report)
+    for report, home in (("kernel-tests-gpu", "test_kernels_gpu"), ("kernel-tests", "test_more")):
+        tests = found(folder, f"{report}.json")
         assert (tests["tests"], tests["finished"], tests["failed"]) == (1, False, {})
-        assert tests["broken_off_in"] == "tests/kernels/test_kernels_gpu.py::test_second"
+        assert tests["broken_off_in"] == f"tests/kernels/{home}.py::test_second"
     cases = found(folder, "kernels-cpu.json")["cases"]
     assert [case["left"] for case in cases] == [0, 0, 0]  # the last slice has gone on
     assert cases[2]["contenders"]["theirs"] == {"status": "failed: did not return"}
@@ -155,7 +156,7 @@ def test_what_is_broken_off_is_reported_and_gone_on_with(folder: Path) -> None:
     assert status == 0, text
     assert found(folder, "kernels-cpu.json")["cases"] == cases  # nothing is measured again
     tests = found(folder, "kernel-tests.json")
-    assert (tests["tests"], tests["finished"], tests["broken_off_in"]) == (4, True, None)
+    assert (tests["tests"], tests["finished"], tests["broken_off_in"]) == (3, True, None)
     assert f"engine: --quick --out {folder}/out" in text
     kept = [path.name for path in (folder / "out").iterdir()]
     assert not [name for name in kept if name.endswith((".jsonl", ".tmp"))]
@@ -175,9 +176,24 @@ def test_limits_are_handed_on_as_they_are_written(folder: Path) -> None:
 def test_a_test_that_fails_shows_in_the_status(folder: Path) -> None:
     status, text = check(folder, "tests", WRONG="1")
     assert (status, "not so" in text) == (1, True)
-    assert list(found(folder, "kernel-tests.json")["failed"]) == [
-        "tests/kernels/test_kernels_gpu.py::test_third"
-    ]
+    assert list(found(folder, "kernel-tests.json")["failed"]) == ["tests/kernels/test_more.py::test_third"]
+
+
+def test_peers_beside_the_repositorys_files_are_found(folder: Path) -> None:
+    """In a copy of the repository, so far as the script needs it. What is installed comes before them."""
+    copy = folder / "copy"
+    (copy / "scripts").mkdir(parents=True)
+    for name in ("gpu_check.sh", "gpu_tests.py", "peer_folder.py"):
+        shutil.copy(SCRIPTS / name, copy / "scripts" / name)
+    for name in ("moedraft", "kernels", "data"):
+        (copy / name).mkdir()
+    given = "import some_peer, made_up, sys\ndef test_it(): assert sys.path[-1].endswith('/.peers')\n"
+    (folder / "tests/kernels/test_more.py").write_text(given)
+    assert check(folder, "tests", home=copy)[0] == 1  # the control: there is none
+    (copy / ".peers").mkdir()
+    (copy / ".peers" / "some_peer.py").touch()
+    status, text = check(folder, "tests", home=copy)
+    assert status == 0, text
 
 
 def test_lines_of_an_earlier_run_are_not_taken_for_this_ones(folder: Path) -> None:

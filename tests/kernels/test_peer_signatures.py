@@ -34,6 +34,11 @@ REAL = {
         "synthetic_mode synthetic_conditional_rates use_fp64_gumbel fly_window_size fly_entropy_threshold "
         "fly_entropy_top_k",
     ),
+    ("vllm", "v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p"): ("logits k p", ""),
+    ("vllm", "v1/sample/ops/topk_topp_sampler.py", "random_sample"): (
+        "probs generators",
+        "use_fp64_gumbel",
+    ),
     ("flashinfer", "sampling.py", "chain_speculative_sampling"): (
         "draft_probs draft_token_ids target_probs",
         "maybe_output_accepted_token_num maybe_output_emitted_draft_token_num deterministic generator seed "
@@ -41,6 +46,14 @@ REAL = {
     ),
     ("flashinfer", "sampling.py", "top_k_renorm_probs"): ("probs top_k", "is_deterministic"),
     ("flashinfer", "sampling.py", "top_p_renorm_probs"): ("probs top_p", "is_deterministic"),
+    ("flashinfer", "sampling.py", "top_k_top_p_sampling_from_logits"): (
+        "logits top_k top_p",
+        "indices filter_apply_order deterministic generator check_nan seed offset top_k_max",
+    ),
+    ("flashinfer", "sampling.py", "top_p_sampling_from_probs"): (
+        "probs top_p",
+        "indices deterministic generator check_nan seed offset return_valid",
+    ),
     ("flashinfer", "sampling.py", "get_sampling_module"): ("", ""),
     ("sglang", "kernels/ops/speculative/reject_sampling.py", "chain_speculative_sampling_triton"): (
         TREE,
@@ -186,7 +199,7 @@ def test_flashinfer_gets_a_seed_that_a_graph_can_hold(
     assert call() == "tokens"
 
 
-def test_flashinfer_is_left_out_where_its_kernels_cannot_be_built(
+def test_flashinfer_is_skipped_where_its_kernels_cannot_be_built(
     peers: ModuleType, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has happened to the device then, so that the process goes on."""
@@ -199,13 +212,94 @@ def test_flashinfer_is_left_out_where_its_kernels_cannot_be_built(
     for make in (
         lambda: peers.flashinfer_verify(inputs),
         lambda: peers.flashinfer_filter(inputs["target_logits"], 0, 0.9),
+        lambda: peers.flashinfer_sample(inputs["target_logits"][:, 0], 0, 0.9),
     ):
         entry: dict[str, Any] = {}
         with case.reported(entry):
             make()
-        assert entry["status"].startswith("left out: ")
+        assert entry["status"].startswith("skipped: ")
         assert "Could not find nvcc" in entry["status"]
         assert not case.failed(entry)
+
+
+def test_flashinfer_draws_by_the_limits_that_it_is_asked_for(
+    peers: ModuleType, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_rank(**given: Any) -> str:
+        assert (given["top_k"], given["top_p"], given["filter_apply_order"]) == (4, 0.9, "top_k_first")
+        assert given["logits"].shape == (BATCH, VOCAB)
+        return "by rank"
+
+    def by_mass(**given: Any) -> str:
+        assert given["top_p"] == 0.9
+        torch.testing.assert_close(given["probs"].sum(-1), torch.ones(BATCH))
+        return "by mass"
+
+    functions = {"top_k_top_p_sampling_from_logits": by_rank, "top_p_sampling_from_probs": by_mass}
+    found = {name: stub("flashinfer", "sampling.py", name, one) for name, one in functions.items()}
+    place(monkeypatch, "flashinfer.sampling", get_sampling_module=dict, **found)
+    logits = inputs["target_logits"][:, 0]
+    assert peers.flashinfer_sample(logits, 4, 0.9)() == "by rank"
+    assert peers.flashinfer_sample(logits, 0, 0.9)() == "by mass"
+
+
+def test_flashinfer_verifies_against_what_limits_leave(
+    peers: ModuleType, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halved(**given: Any) -> Tensor:
+        assert given["probs"].shape == (BATCH * (LENGTH + 1), VOCAB)
+        return torch.as_tensor(given["probs"] / 2)
+
+    def answer(**given: Any) -> Tensor:
+        assert given["target_probs"].shape == (BATCH, LENGTH + 1, VOCAB)
+        return torch.as_tensor(given["target_probs"].sum(-1))
+
+    names = {"chain_speculative_sampling": answer, "top_k_renorm_probs": halved, "top_p_renorm_probs": halved}
+    found = {name: stub("flashinfer", "sampling.py", name, one) for name, one in names.items()}
+    place(monkeypatch, "flashinfer.sampling", get_sampling_module=dict, **found)
+    for limits, mass in (((4, 0.9), 0.25), ((0, 0.9), 0.5), ((), 1.0)):
+        sums = peers.flashinfer_verify(inputs, *limits)()
+        torch.testing.assert_close(sums, torch.full((BATCH, LENGTH + 1), mass))
+
+
+def limited(**given: Any) -> Tensor:
+    """What vLLM does for top-k, in place."""
+    logits = given["logits"]
+    assert (logits.dtype, given["p"].shape) == (torch.float32, (len(logits),))
+    if given["k"] is not None:
+        assert (given["k"].dtype, given["k"].shape) == (torch.int32, (len(logits),))
+        logits[logits < logits.topk(int(given["k"][0])).values[:, -1:]] = -torch.inf
+    return torch.as_tensor(logits)
+
+
+def test_vllm_filters_a_copy_of_all_rows(
+    peers: ModuleType, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes into what it is given; the sets of data are used again."""
+    ops = "v1/sample/ops/topk_topp_sampler.py"
+    place(
+        monkeypatch, "vllm.v1.sample.ops.topk_topp_sampler",
+        apply_top_k_top_p=stub("vllm", ops, "apply_top_k_top_p", limited),
+        random_sample=stub("vllm", ops, "random_sample", lambda **given: given["probs"].argmax(-1)),
+    )  # fmt: skip
+    target = inputs["target_logits"].float()  # of the type that vLLM works in
+    before = target.clone()
+    rows = peers.vllm_filter(target, 3, 0.9)()
+    assert (~rows.isinf()).sum(-1).tolist() == [3] * (BATCH * (LENGTH + 1))
+    assert torch.equal(target, before)
+    assert not peers.vllm_filter(target, 0, 0.9)().isinf().any()  # the control: k alone excludes here
+    assert torch.equal(peers.vllm_sample(target[:, 0], 3, 0.9)(), target[:, 0].argmax(-1))
+
+    def answer(**given: Any) -> int:
+        assert given["target_logits"].shape == (BATCH * LENGTH, VOCAB)
+        return int(given["target_logits"].isinf().sum())
+
+    place(monkeypatch, "vllm.v1.sample.metadata", SamplingMetadata=type("SamplingMetadata", (), {}))
+    verify = stub("vllm", "v1/sample/rejection_sampler.py", "rejection_sample", answer)
+    place(monkeypatch, "vllm.v1.sample.rejection_sampler", rejection_sample=verify)
+    given = {**inputs, "target_logits": target}
+    assert peers.vllm_verify(given, 3, 0.9)() == BATCH * LENGTH * (VOCAB - 3)
+    assert peers.vllm_verify(given)() == 0
 
 
 def check_chain(given: dict[str, Any]) -> None:
@@ -255,7 +349,7 @@ def test_of_sglang_the_file_with_the_kernel_alone_is_imported(
     monkeypatch.delitem(sys.modules, "sglang", raising=False)
     assert peers.sglang_chain(inputs)().tolist() == [1, 1]
     file.unlink()
-    with pytest.raises(load_script("kernel_case").LeftOut, match="reject_sampling"):
+    with pytest.raises(load_script("kernel_case").Skipped, match="reject_sampling"):
         peers.sglang_chain(inputs)
 
 
