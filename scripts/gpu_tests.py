@@ -3,8 +3,8 @@
     pytest -p gpu_tests --lines FILE …         # as a plugin: JSON when a test begins and when it ends
     python scripts/gpu_tests.py FILE REPORT    # sums them up in one JSON file
 
-Needs pytest and torch alone. A run that ends in the middle names the test that it ended in. The tests find what
-lies in `.peers/`.
+Needs pytest and torch alone. A run that ends in the middle names the test that it ended in. The tests find
+what lies in `.peers/`.
 """
 
 from __future__ import annotations
