@@ -1,6 +1,6 @@
 """Peers that lie on the path compute what they are compared with: run here in Triton's interpreter.
 
-PYTHONPATH=../peers python -m pytest tests/kernels/test_peers_installed.py
+PYTHONPATH=.peers python -m pytest tests/kernels/test_peers_installed.py
 """
 
 from __future__ import annotations
