@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,65 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from device_stub import Device, Event, Graph
 from scripts_loader import load_script
 from slow_cases import slow
-from torch.overrides import TorchFunctionMode
 
 PEERS = {"FlashInfer", "SGLang", "vLLM", "Liger", "speculators"}
-
-
-class Event:
-    """A CUDA event that asks the processor's clock."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later: Event) -> float:
-        return (later.at - self.at) * 1e3
-
-
-class Graph:
-    """Runs nothing when it is replayed."""
-
-    def replay(self) -> None:
-        return None
-
-
-class Refusing(TorchFunctionMode):
-    """Refuses what makes the host wait for the device, as a capture does."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        copied = function is torch.tensor and "device" in (kwargs or {})
-        if copied or function in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu):
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return function(*args, **(kwargs or {}))
-
-
-class Device:
-    """What a failed capture leaves: the default generator raises, whoever asks it, until a new process."""
-
-    def __init__(self) -> None:
-        self.broken = False
-        self.randn = torch.randn
-
-    @contextmanager
-    def capture(self, graph: Graph) -> Iterator[None]:
-        try:
-            with Refusing():
-                yield
-        except RuntimeError:
-            self.broken = True
-            raise
-
-    def guarded(self, *size: Any, generator: torch.Generator | None = None, **rest: Any) -> torch.Tensor:
-        if self.broken and generator is None:
-            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
-        return self.randn(*size, generator=generator, **rest)
 
 
 class Again(Exception):
@@ -161,9 +106,13 @@ def test_every_case_runs_and_only_missing_packages_are_named(
     for one in ("verify_chain", "verify_chain, greedy", "verify_block", "sample_draft", "sample_coupled"):
         batches = {case["shape"]["batch"] for case in report["cases"] if case["operation"] == one}
         assert batches == {1, 2, 3}, one
-    filters = [case for case in report["cases"] if case["operation"] == "find_cuts"]
+    check_filters([case for case in report["cases"] if case["operation"] == "find_cuts"])
+
+
+def check_filters(filters: list[dict[str, Any]]) -> None:
+    """All sizes of a batch are there, and nobody is compared in what it does not do."""
     assert {case["shape"]["batch"] for case in filters} == {1, 2, 3}
-    for case in filters:  # nobody is compared in what it does not do
+    for case in filters:
         by_rank = case["shape"]["top_k"] > 0
         others = [name for name in case["contenders"] if "moedraft" not in name and "reference" not in name]
         assert others
@@ -322,23 +271,6 @@ def run_for_one(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatc
         patch.setattr(case, "run_contender", slow)
         patch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
         return run(script, folder, "--minutes", "1")
-
-
-def test_all_targets_are_measured_before_everything_else() -> None:
-    tables, script = load_script("kernel_tables"), load_script("bench_kernels")
-    bench = load_script("kernel_timing").cuda_bench(quick=False, cache=tables.H200_CACHE)
-    every = load_script("kernel_cases").cases(bench)
-    plan = script.planned(every)
-    count = sum(map(tables.has_target, every))
-    first = [case for number, case in plan[:count] if number == 0]
-    assert [case for case in first if tables.has_target(case)] == first
-    assert len({case.key for case in first}) == count
-    for target in tables.TARGETS:
-        said = [{"operation": case.operation, **case.shape} for case in first]
-        assert any(target.case.items() <= one.items() for one in said), target.name
-    assert not all(map(tables.has_target, every[:count]))  # the control: not by the order of the cases
-    assert [number for number, _ in plan] == sorted(number for number, _ in plan)
-    assert len(plan) == 3 * len(every)
 
 
 def test_after_a_failed_capture_a_new_process_goes_on(

@@ -88,6 +88,23 @@ def test_targets_are_looked_up() -> None:
             assert tables.measured(report, target) == value
 
 
+def test_all_targets_are_measured_before_everything_else() -> None:
+    tables, script = load_script("kernel_tables"), load_script("bench_kernels")
+    bench = load_script("kernel_timing").cuda_bench(quick=False, cache=tables.H200_CACHE)
+    every = load_script("kernel_cases").cases(bench)
+    plan = script.planned(every)
+    count = sum(map(tables.has_target, every))
+    first = [case for number, case in plan[:count] if number == 0]
+    assert [case for case in first if tables.has_target(case)] == first
+    assert len({case.key for case in first}) == count
+    for target in tables.TARGETS:
+        said = [{"operation": case.operation, **case.shape} for case in first]
+        assert any(target.case.items() <= one.items() for one in said), target.name
+    assert not all(map(tables.has_target, every[:count]))  # the control: not by the order of the cases
+    assert [number for number, _ in plan] == sorted(number for number, _ in plan)
+    assert len(plan) == 3 * len(every)
+
+
 def test_targets_are_compared_with_their_device(tmp_path: Path) -> None:
     """Another device's report, though newer, stands among the times alone."""
     tables = load_script("kernel_tables")
