@@ -2,24 +2,25 @@
 
     TRITON_INTERPRET=0 python tests/kernels/compile_offline.py --write    # stores them in compiled.json
 
-The stored resources are what a later state of the kernels is compared with, for each version of Triton apart.
-Beside them stands a digest of the sources that they come from: while it is the same, nothing needs compiling.
+The stored resources are what a later state of the kernels is compared with, for each version of Triton apart,
+and with them the layouts in which blocks are added. Beside them stands a digest of the sources that they come
+from: while it is the same, nothing needs compiling.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import compile_sums
 import compiled_code
+import offline
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from offline import CUTS
 
 from moedraft.kernels import (
     block_kernels,
@@ -32,22 +33,7 @@ from moedraft.kernels import (
 )
 from moedraft.kernels.primitives import combine
 
-TYPES = {
-    **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
-    **dict.fromkeys(["t_arg", "arguments", "arrivals", "status", "lasts", "t_lasts", "d_lasts"], "*i32"),
-    **dict.fromkeys(["values", "t_values", "d_values", "tops", "top_p", "min_p"], "*fp32"),
-    "top_k": "*i64",
-    **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses", "scaled", "sums"], "*fp32"),
-    **dict.fromkeys(["draft_lse", "temperature", "weight", "losses", "logprobs", "upstream"], "*fp32"),
-    **dict.fromkeys(["starts", "target_starts", "draft_starts"], "*i64"),
-    "maxima": "*fp64",
-    **dict.fromkeys(["inverse", "beta"], "fp32"),
-}
-LOGITS = ("logits", "target", "draft", "student", "teacher", "grad")
 KNOWN = Path(__file__).with_name("compiled.json")
-CUTS = ("t_values", "t_lasts", "d_values", "d_lasts")
-FUSION = bool(verify.shared_constants(1000, False, False)["enable_fp_fusion"])  # in verification
-ALIGNED = re.compile(r"V|.*_(n|k|b)$")  # strides and vocabularies of real models divide by 16
 
 
 @triton.jit
@@ -60,43 +46,11 @@ def combined(t_max, t_sum, losses, ROWS: tl.constexpr, CHUNKS: tl.constexpr):  #
 
 
 def compile_kernel(
-    kernel: Any,
-    warps: int,
-    absent: tuple[str, ...] = (),
-    fusion: bool | None = None,
-    most: int | None = None,
-    odd: bool = False,
-    numbers: str = "bf16",
-    draft: str | None = None,
-    **constants: Any,
+    kernel: Any, warps: int, absent: tuple[str, ...] = (), fusion: bool | None = None, **more: Any
 ) -> dict[str, Any]:
-    """fusion: whether the compiler may make one operation of a product and a sum; None: as it is launched.
-
-    most: registers of a thread, where the launch says so. odd: vocabulary and strides do not divide by 16.
-    numbers: the type of all logits and gradients; draft: that of the draft's logits, where it is another one.
-    """
-    shown = constants | ({} if fusion is None else {"FUSION": fusion}) | ({"ODD": True} if odd else {})
-    shown |= ({} if numbers == "bf16" else {"NUMBERS": numbers}) | ({} if draft is None else {"DRAFT": draft})
-    types = TYPES | dict.fromkeys(LOGITS, f"*{numbers}") | {"draft": f"*{draft or numbers}"}
-    if fusion is None:
-        fusion = FUSION or kernel.__module__ == fused_divergence.__name__
-    signature: dict[str, str] = {}
-    values: dict[tuple[int], Any] = {}
-    hints: dict[tuple[int], Any] = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants or name in absent or name.endswith("_v"):
-            signature[name] = "constexpr"
-            values[(index,)] = constants.get(name, 1 if name.endswith("_v") else None)
-            continue
-        signature[name] = types.get(name, "i32")
-        divides = signature[name] == "i32" and ALIGNED.fullmatch(name) and not odd
-        if signature[name].startswith("*") or divides:
-            hints[(index,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(kernel, signature, values, hints),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "enable_fp_fusion": fusion, **({"maxnreg": most} if most else {})},
-    )
+    """What it uses. See `offline.prepared`."""
+    source, options, shown = offline.prepared(kernel, warps, absent, fusion, **more)
+    compiled = triton.compile(source, target=offline.TARGET, options=options)
     return {"kernel": kernel.__name__, **compiled_code.resources(compiled), "constants": repr(shown)}
 
 
@@ -161,7 +115,9 @@ def filters() -> list[dict[str, Any]]:
         tile = fused_cut.tile(vocab)
         warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
         shape = {"BINS": fused_cut.BINS, "SHIFT": shift, **tile}
-        results.append(compile_kernel(cut_kernels.cut, warps, (), True, most, vocab % 16 > 0, **shape))
+        results.append(
+            compile_kernel(cut_kernels.cut, warps, (), True, most=most, odd=vocab % 16 > 0, **shape)
+        )
     flags = {"HAS_COUNTS": True, "PACKED": False, "CHUNK": 4096}
     absent = ("target_starts", "draft_starts", "d_max", "d_sum")
     sweep = verify_kernels.sweep
@@ -187,7 +143,13 @@ def unaligned() -> list[dict[str, Any]]:
         verify_kernels.resolve: ((*absent, "lses", "tops"), {"PURPOSE": 3, **shape}),
         block_kernels.judge: (absent, shape),
     }
-    return [compile_kernel(kernel, 8, left, odd=True, **more) for kernel, (left, more) in found.items()]
+    results = [compile_kernel(kernel, 8, left, odd=True, **more) for kernel, (left, more) in found.items()]
+    coupled = coupled_kernels.sweep_coupled
+    ragged = {"HAS_COUNTS": True, "PACKED": True, "CHUNK": 4096}
+    results.append(compile_kernel(coupled, 8, (), odd=True, PER=1, WANT_LSE=True, **ragged))
+    unasked = ("starts", "counts", "values", "lasts", "scaled", "sums")
+    results.append(compile_kernel(coupled, 8, unasked, odd=True, PER=4, WANT_LSE=False, **flags))
+    return results
 
 
 def losses(
@@ -254,9 +216,9 @@ def version() -> str:
 
 
 def digest() -> str:
-    """Of the kernels' sources, of this file, which says what of them is compiled, and of what reads that."""
-    folder = Path(verify.__file__).parent
-    sources = [*sorted(folder.glob("*.py")), Path(__file__), Path(compiled_code.__file__)]
+    """Of the kernels' sources, and of the files that say what of them is compiled, and that read it."""
+    here = [Path(__file__), *(Path(one.__file__) for one in (compiled_code, compile_sums, offline))]
+    sources = [*sorted(Path(verify.__file__).parent.glob("*.py")), *here]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
@@ -264,9 +226,11 @@ def as_text(stored: dict[str, Any]) -> str:
     """As JSON with a line for each kernel."""
     parts = []
     for name, found in sorted(stored.items()):
-        lines = [f"   {json.dumps(kernel)}: {json.dumps(one)}" for kernel, one in found["kernels"].items()]
-        head = f' {json.dumps(name)}: {{\n  "sources": {json.dumps(found["sources"])},\n  "kernels": {{\n'
-        parts.append(head + ",\n".join(lines) + "\n  }\n }")
+        inner = [f'  "sources": {json.dumps(found["sources"])}']
+        for part in ("sums", "kernels"):
+            lines = [f"   {json.dumps(kernel)}: {json.dumps(one)}" for kernel, one in found[part].items()]
+            inner.append(f'  "{part}": {{\n' + ",\n".join(lines) + "\n  }")
+        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(inner) + "\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -277,15 +241,16 @@ def main() -> None:
     results += summation() + chains() + filters() + unaligned()
     results += losses(151_936, lists=(16, 64)) + losses(1000)  # a trainer's lists have 16 tokens, unless told
     for vocab in (50_257, 262_144):
-        results += losses(vocab, ("fkl",), (16, 64))
+        results += losses(vocab, lists=(16, 64))
     results += precisions()
     if sys.argv[1:] == ["--write"]:
         stored = known()
         kernels = {f"{one.pop('kernel')} {one.pop('constants')}": one for one in results}
-        stored[version()] = {"sources": digest(), "kernels": kernels}
+        sums = compile_sums.by_size()
+        stored[version()] = {"sources": digest(), "sums": sums, "kernels": kernels}
         KNOWN.write_text(as_text(stored))
     else:
-        json.dump({"triton": version(), "kernels": results}, sys.stdout)
+        json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -53,11 +53,20 @@ def accesses(ptx: str, repeated: str) -> dict[str, int]:
 
 
 def spans(lines: list[str]) -> list[range]:
-    """Where loops lie in these lines of PTX: between a label and a branch back to it."""
+    """Where loops lie in these lines of PTX: between a label and a branch back to it.
+
+    A branch back to where the kernel ends, which the compiler may put in the middle, repeats nothing.
+    """
     labels = {line.split(":")[0].strip(): i for i, line in enumerate(lines) if re.match(r"\s*\$\w+:", line)}
     branches = [(i, re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)) for i, line in enumerate(lines)]
     found = [(labels.get(branch[1], i), i) for i, branch in branches if branch]
-    return [range(first, last + 1) for first, last in found if first < last]
+    return [range(first, last + 1) for first, last in found if first < last and not ends(lines[first:])]
+
+
+def ends(lines: list[str]) -> bool:
+    """Whether the kernel returns from the first of these lines on, without another branch."""
+    way = next(line for line in lines if re.search(r"\b(bra|ret)\b", line.split("//")[0]))
+    return re.search(r"\bret\b", way) is not None and not way.lstrip().startswith("@")
 
 
 def loops(ptx: str) -> str:

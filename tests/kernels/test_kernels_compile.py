@@ -1,23 +1,19 @@
 """Every fused kernel compiles for an H100 or H200 on a machine without one, and became no worse.
 
-That a row's sums do not depend on how many tokens were drafted (KP 2 to 16) is not read from layouts here,
-which differ: the order of the sums is the same in all of them. `test_sum_order.py` shows it, and `combined`
-below that the compiler fuses none of them.
+That a row's sums do not depend on how many tokens were drafted has a test of its own, `test_sum_layouts.py`;
+`combined` below shows that the compiler fuses none of them.
 """
 
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import compile_offline
 import compiled_code
+import offline
 import pytest
 import triton
 
@@ -26,6 +22,7 @@ LESS += ("barriers_in_loops",)
 MORE = ("wide_loads", "wide_stores", "asynchronous")  # accesses of 16 bytes, and copies beside computation
 SWEPT = ("sweep", "sweep_coupled", "cut", "_kl", "_mixed", "_topk")  # read whole rows
 VERSIONS = ["3.6", "3.7", "3.9"]  # of Triton
+pytestmark = pytest.mark.timeout(900)  # where everything is compiled again, on a slow machine
 STREAMS = ("_kl", "_mixed", "_topk", "cut")  # block after block, so that copies can run ahead
 # What does not keep a limit with one version of Triton, and by how much. Where rows begin anywhere, a thread
 # that searches a cut has an address for each of its entries, and stores two words aside; of float32 rows one.
@@ -51,21 +48,11 @@ def stored() -> dict[str, Any]:
 
 
 def compiled_now(cache: Path) -> dict[str, Any]:
-    """Every kernel's resources, by name and constants.
-
-    Made in a process of its own: this one may have chosen the interpreter.
-    """
+    """Every kernel's resources, by name and constants."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "cuobjdump").exists() or not (tools / "ptxas").exists():
         pytest.skip("this build of Triton brings no assembler for NVIDIA")
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    environment = {
-        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path
-    }  # fmt: skip
-    command = [sys.executable, compile_offline.__file__]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    kernels: list[dict[str, Any]] = json.loads(run.stdout)["kernels"]
+    kernels: list[dict[str, Any]] = offline.printed_by(compile_offline.__file__, cache)
     return {f"{one.pop('kernel')} {one.pop('constants')}": one for one in kernels}
 
 
@@ -166,6 +153,15 @@ def test_copies_count_by_their_width() -> None:
     assert [one["wide_loads"] for one in found] == [1, 0]
     assert [one["narrow_in_loops"] for one in found] == [0, 1]
     assert [one["asynchronous"] for one in found] == [1, 1]
+
+
+def test_a_branch_back_to_the_end_is_no_loop() -> None:
+    """The compiler may put the end of a kernel before its last loop. The controls do repeat something."""
+    way = "$L1:  // the end, or ret\n {way};\n$L2:\n bar.sync 0;\n @%p1 bra $L2;\n bra.uni $L1;"
+    inner, outer = range(2, 5), range(6)
+    assert compiled_code.spans(way.format(way="ret").splitlines()) == [inner]
+    for other in ("@%p2 ret", "add.s32 %r1, %r1, 1", "@%p2 bra $L2"):
+        assert compiled_code.spans(way.format(way=other).splitlines()) == [inner, outer]
 
 
 def assert_fit(compiled: dict[str, Any], version: str) -> None:

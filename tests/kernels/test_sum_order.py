@@ -1,7 +1,8 @@
 """A row's numbers are the same to the last bit however many tokens were drafted: large vocabularies.
 
 With 131 072 and 262 144 entries the chunks are 32 and 64, which layouts of some chain lengths divide evenly
-and those of others do not. That the compiler keeps the order too is seen in `test_kernels_compile.py`.
+and those of others do not. That the compiler keeps the order too is seen in `test_kernels_compile.py`, and
+that it lays out all other sums alike in `test_sum_layouts.py`.
 """
 
 from __future__ import annotations
