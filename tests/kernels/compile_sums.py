@@ -31,8 +31,8 @@ NAME = re.compile(r"#(?!ttg\b)\w+")
 WORDS = re.compile(r"tensor<|#ttg\.|\w+ = |[>}]")  # which say nothing that its place does not say
 # Rows of the block (drafted tokens and one more, padded to a power of two and to 4 at least).
 LENGTHS = [{"KP": rows, "PER": 1} for rows in (4, 8, 16)]
-# And with more chunks for a program, which is so where there are many rows.
-PARTS = [*LENGTHS, {"KP": 16, "PER": 4}]
+# Of the longest chains, too, and with more chunks for a program, which is so where there are many rows.
+ALL = [*LENGTHS, {"KP": 32, "PER": 1}, {"KP": 64, "PER": 1}, {"KP": 16, "PER": 4}]
 Family = tuple[Any, tuple[str, ...], list[dict[str, int]], dict[str, Any]]
 
 
@@ -66,9 +66,9 @@ def chains() -> Iterator[Family]:
     unasked, undrafted = ("lses", "tops"), ("draft", "draft_lse", "mass", "arrivals")
     for kernel, more in ((verify_kernels.resolve, {"PURPOSE": 3}), (block_kernels.judge, {})):
         given = (*rows, *unasked, "d_max", "d_sum")
-        yield kernel, given, PARTS, {**more, **both, **plain, "NCP": 64}
+        yield kernel, given, ALL, {**more, **both, **plain, "NCP": 64}
         yield kernel, given, LENGTHS, {**more, **both, **plain, "NCP": 32}
-        yield kernel, given, PARTS, {**more, **both, **plain, "NCP": 16, "odd": True}
+        yield kernel, given, ALL, {**more, **both, **plain, "NCP": 16, "odd": True}
         yield kernel, (*given, *undrafted), LENGTHS, {**more, **certain, **plain, "NCP": 64}
         swept = {"HAS_DRAFT": True, "HAS_LSE": False}
         yield kernel, ("draft_lse", *unasked), LENGTHS, {**more, **swept, **packed, "NCP": 64}
