@@ -35,7 +35,6 @@ from moedraft.routing.router import Router
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
 BEFORE_TOKENS = 4096  # of an expert's list, in runs that do not tell it
-PAGES = {"smollm2": Path("docs/evidence.md"), "mini": Path("docs/evidence-mini.md")}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,7 +44,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, required=True, help="folder of the results, such as results/evidence"
     )
     parser.add_argument(
-        "--doc", type=Path, help="written from the results; default: the target's page in docs/"
+        "--doc", type=Path, help="the page to write; default: evidence.md in the folder --out"
     )
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/moedraft-evidence").expanduser())
     parser.add_argument("--quick", action="store_true", help="the main contrasts in a quarter of an hour")
@@ -82,7 +81,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--temperature is 0 at least.")
     if args.own_tokens < 1:
         parser.error("--own-tokens is 1 at least.")
-    args.doc = args.doc or PAGES.get(args.target, Path("evidence.md"))
+    args.doc = args.doc or args.out / "evidence.md"
     if args.quick:
         args.parts = "quick"
         vars(args).update(

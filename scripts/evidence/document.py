@@ -1,9 +1,10 @@
-"""docs/evidence.md, written from the summary. Figures and comparisons are computed; reasons are by hand."""
+"""A page of evidence, written from the summary. Figures and comparisons are computed; reasons are by hand."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ ANSWERING = (
     "(48 answers took 160 seconds of one core on 2026-11-26). So it needs about 12 minutes."
 )
 ENOUGH_SEEDS, ENOUGH_PROMPTS = 5, 40
+DOCS = Path(__file__).resolve().parents[2] / "docs"  # where the documents lie that a page points to
 Whole = dict[str, Any]
 
 
@@ -61,14 +63,14 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     whole = summary(runs)
     (out / "summary.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(os.path.relpath(out, path.parent))
+    folder = Path(os.path.relpath(out.resolve(), path.parent.resolve()))
     target = whole["settings"].get("target", "")
 
     def shown(*names: str) -> list[str]:
         there = [name for name in names if name in pictures]
         return [f"![{ABOUT_PICTURES[n]}]({folder / n}.png)\n\n{ABOUT_PICTURES[n]}" for n in there]
 
-    first = introduction(target, f"results/{out.name}")
+    first = introduction(target, named(out.resolve()))
     parts = [first, "## What was found", *findings(whole), aims.part(whole)]
     parts += [method(target, whole["strengths"]), settings(whole)]
     parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole), came.part(whole)]
@@ -76,7 +78,20 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
     parts += [*paper.parts(whole), restarts.part(whole), missing.part(whole)]
     parts += [COMMANDS.format(times=times(whole))]
-    path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    path.write_text(pointed(text, path.parent), encoding="utf-8")
+
+
+def named(out: Path) -> str:
+    """A folder of results, as a page names it: from the repository on, where it lies in that."""
+    root = DOCS.parent
+    return (out.relative_to(root) if out.is_relative_to(root) else out).as_posix()
+
+
+def pointed(text: str, folder: Path) -> str:
+    """The text of a page in this folder, with links to documents that lead to where these lie."""
+    way = Path(os.path.relpath(DOCS, folder.resolve()))
+    return re.sub(r"\]\(([\w-]+\.md)", lambda found: f"]({(way / found[1]).as_posix()}", text)
 
 
 def patterns(whole: Whole) -> list[str]:

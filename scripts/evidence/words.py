@@ -102,12 +102,13 @@ COMMANDS = """## Run it again
 
 Answers of the target are kept in a folder (`--cache`), each run in a file of its own; a command that was
 stopped goes on where it was. So all commands but the second make what is missing in these results, and
-with another `--out` all of it anew.{times}
+with another `--out` all of it anew. Without `--doc` the page is `evidence.md` in the folder `--out`.{times}
 
     python scripts/evidence.py --data ../shared/data --out results/evidence --strength 1 \\
-        --own-tokens 4096
+        --own-tokens 4096 --doc docs/evidence.md
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
-    python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
+    python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini \\
+        --doc docs/evidence-mini.md
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
         --doc docs/evidence-served.md --parts served
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,36 @@ def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
     assert whole["patterns"]["steady"]["joint"]["gain"]["verdict"] == "better"
     one = json.loads((tmp_path / "out" / "runs" / "steady.joint.0.json").read_text())
     assert one["commit"] == command.commit()
+
+
+def test_no_page_is_written_outside_of_the_results_that_nobody_named(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages in docs/ are of other runs than those of a quick look."""
+    monkeypatch.chdir(tmp_path)
+    command.main([*given[:-2], "--quick"])
+    assert not (tmp_path / "docs").exists()
+    text = (tmp_path / "out" / "evidence.md").read_text()
+    assert "(curves.png)" in text
+    assert f"from the files in `{(tmp_path / 'out').resolve()}`" in text
+    links = set(re.findall(r"\]\(([^)#]+\.(?:md|png))", text))
+    assert len(links) > 9
+    assert all((tmp_path / "out" / link).exists() for link in links)
+
+
+def test_pages_in_docs_point_to_what_lies_beside_them() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    text = "[one](benchmarks.md#experts) and [two](experiments.md)"
+    assert document.pointed(text, docs) == text
+    assert "](../../docs/benchmarks.md#experts)" in document.pointed(text, docs.parent / "results" / "any")
+
+
+def test_the_printed_commands_name_the_pages_in_docs() -> None:
+    text = document.COMMANDS.replace("\\\n", "")
+    lines = [line for line in text.splitlines() if "evidence.py" in line]
+    assert len(lines) == 7
+    for out, doc in (re.search(r"--out (\S+)(?:.* --doc (\S+))?", line).groups() for line in lines):
+        assert doc == (None if out == "/tmp/quick" else f"docs/{Path(out).name}.md")
 
 
 def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
