@@ -17,6 +17,7 @@ import torch
 from evidence import document, plots
 from evidence.answers import Answers
 from evidence.arrangements import ARRANGEMENTS, Arrangement
+from evidence.choosing import chosen
 from evidence.figures import Runs
 from evidence.parts import PARTS, QUICK
 from evidence.prompts import Domain, Query, load_domain, reworded
@@ -83,6 +84,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--own-tokens is 1 at least.")
     args.doc = args.doc or args.out / "evidence.md"
     if args.quick:
+        if args.parts != usual:
+            parser.error("--quick is a part by itself; leave out --quick or --parts.")
         args.parts = "quick"
         vars(args).update(
             {name: v for name, v in QUICK.items() if getattr(args, name) == parser.get_default(name)}
@@ -92,17 +95,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def jobs(args: argparse.Namespace) -> list[tuple[int, str, str]]:
     """Seed, pattern and arrangement of each run; all of one seed before the next."""
-    unknown = sorted(set(args.parts.split(",")) - PARTS.keys())
-    if unknown:
-        raise SystemExit(f"evidence.py: there is no part {unknown[0]}; there are {', '.join(PARTS)}.")
-    wanted = list(dict.fromkeys(job for part in args.parts.split(",") for job in PARTS[part]))
-    for index, given in enumerate((args.patterns, args.arrangements)):
-        if given:
-            order = given.split(",")
-            wanted = sorted((j for j in wanted if j[index] in order), key=lambda j: order.index(j[index]))
+    given = (args.parts, args.patterns, args.arrangements)
+    wanted = chosen(*(names.split(",") if names else [] for names in given))
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    if args.patterns:
-        wanted.sort(key=lambda job: args.patterns.split(",").index(job[0]))
     # The static draft does not depend on the seed of anything but the order of the stream.
     return [(seed, *job) for seed in seeds for job in wanted]
 
@@ -220,6 +215,7 @@ def outstanding(args: argparse.Namespace) -> Iterator[tuple[int, str, str, Path]
 
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
+    jobs(args)  # a name that is not known is told before anything else
     torch.set_num_threads(args.threads)
     if not args.only_write and not (args.data / "stream").is_dir():
         raise SystemExit(f"evidence.py: no stream/ folder in {args.data}; name the data with --data.")
