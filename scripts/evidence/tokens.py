@@ -43,13 +43,14 @@ def first_guesses(
     """
     student, lessons = trainer.student, trainer.lessons
     assert isinstance(lessons, FeatureLessons)
+    device = lessons.student.draft.fc.weight.device
     with instead(student, serving):
         student.use_lists({owner: vocabulary})
         known = DraftVocabulary(student.vocabulary, student.vocab_size)
         for first in range(0, len(records), trainer.plan.rows):
             chosen = records[first : first + trainer.plan.rows]
             owners, longest = [owner] * len(chosen), trainer.plan.max_tokens
-            batch = collate(chosen, owners, lessons.states, known, torch.device("cpu"), longest)
+            batch = collate(chosen, owners, lessons.states, known, device, longest)
             with lessons.student.precision():
                 hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
                 for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):

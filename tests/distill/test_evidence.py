@@ -202,6 +202,24 @@ def test_tokens_that_are_told_are_those_that_are_counted(bench: Any) -> None:
     assert found["tokens"]["before"] != found["tokens"]["after"]
 
 
+def test_tokens_are_told_on_the_device_of_the_draft(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without numbers stands for a GPU; nothing is computed there."""
+    module, seen = load_script("evidence.tokens"), []
+
+    def collated(*given: Any) -> None:
+        seen.append(given[4])
+        raise InterruptedError
+
+    def told(one: Any, held: Any) -> None:
+        monkeypatch.setattr(module, "collate", collated)
+        one.trainer.student.draft.fc.to("meta")
+        with pytest.raises(InterruptedError):
+            one.tokens(held)
+
+    run(bench, "only:law", "joint", at_end=told)
+    assert seen == [torch.device("meta")]
+
+
 def test_ways_of_guessing_are_measured_beside_what_serves(bench: Any) -> None:
     mixtures = load_script("bench_mixtures")
     found = run(bench, "steady", "joint", at_end=mixtures.mixtures)
