@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from evidence import lows
-from evidence.arrangements import ARRANGEMENTS, GATED, LEAN, ONLINE, ONLINE_GATED, SERVED
+from evidence.arrangements import ARRANGEMENTS, GATED, LEAN, ONE_ADAPTER, ONLINE, ONLINE_GATED, SERVED
 from evidence.costs import learned, operations
 from evidence.streams import ONLY, heading_of, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
@@ -26,7 +27,11 @@ MOVING = ("shift", "one-by-one", "drift", "new-domain")
 # What the default is compared with, with one update for each window and with further ones.
 RIVALS = {GATED: ONLINE, SERVED: ("mixed-replay:wide", "mixed-replay:further")}
 AS_SAFE = {GATED: ONLINE_GATED, SERVED: ()}  # of these, with the gate as well
+# Online arrangements of which there is no form with further updates.
+NEVER_FURTHER = tuple(name for name in ONLINE if name != ONE_ADAPTER)
 HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
+SOME = " beside those that were run"
+UPDATES = {GATED: "with one update for each window", SERVED: "with further updates"}
 # The aims by whether the others have the gate, and whether it is about the requests as they came.
 BEST = {
     (False, False): "on every traffic at least the best other online arrangement",
@@ -113,7 +118,7 @@ def at_least_the_best(
     as_they_came: bool = False,
 ) -> Reached:
     """Whether some other online arrangement is above the default by its interval."""
-    said, verdicts = [], []
+    said, verdicts, whole_field = [], [], True
     for name, of in default.items():
         found = [*_compared(whole, name, of, rivals, as_they_came)]
         if not found:
@@ -121,11 +126,47 @@ def at_least_the_best(
         below = [one for one in found if one[2]["high"] < 0]
         patterns = {pattern for pattern, _, _ in found}
         lost = {pattern for pattern, _, _ in below}
-        further = "With further updates" if name == SERVED else "With one update for each window"
-        rest = f" Below {_named(below)}." if below else ""
-        said.append(f"{further}: on {len(patterns - lost)} of {how_many(len(patterns), 'pattern')}.{rest}")
+        where = f"on {len(patterns - lost)} of {how_many(len(patterns), 'pattern')}"
+        said.append(f"{UPDATES[name].capitalize()}: {where}, beside {_beside(found, len(patterns))}.")
+        if below:
+            said.append(f"Below {_named(below)}.")
+        if not as_they_came:  # what the aim of these is about is one adapter
+            whole_field &= _everywhere(name, rivals, found)
+            said += _not_run(name, rivals, found)
         verdicts += [pattern not in lost for pattern in patterns]
-    return Reached(BEST[rivals is AS_SAFE, as_they_came], *_told(verdicts, said))
+    return Reached(BEST[rivals is AS_SAFE, as_they_came], *_told(verdicts, said, whole_field))
+
+
+def _beside(found: Sequence[tuple[str, str, Whole]], patterns: int) -> str:
+    """`one adapter, mixed replay; one adapter, latest window (1 pattern)`: with how many, if not with all."""
+    counts = Counter(rival for _, rival, _ in found)
+    return "; ".join(
+        _kind(rival) + ("" if count == patterns else f" ({how_many(count, 'pattern')})")
+        for rival, count in counts.items()
+    )
+
+
+def _others(name: str, rivals: Rivals) -> Sequence[str]:
+    """All online arrangements that the default could stand beside."""
+    return (*rivals[name], *(NEVER_FURTHER if name == SERVED else ()))
+
+
+def _not_run(name: str, rivals: Rivals, found: Iterable[tuple[str, str, Whole]]) -> list[str]:
+    """A sentence on those that the default stands beside on no pattern; none where there is no such one."""
+    there = {rival for _, rival, _ in found}
+    lacking = [_kind(rival) for rival in _others(name, rivals) if rival not in there]
+    return [f"Not run {UPDATES[name]} beside it: {'; '.join(lacking)}."] if lacking else []
+
+
+def _everywhere(name: str, rivals: Rivals, found: Iterable[tuple[str, str, Whole]]) -> bool:
+    """Whether the default stands beside all others on each pattern on which it does so beside one."""
+    pairs = {(pattern, rival) for pattern, rival, _ in found}
+    return all((p, rival) in pairs for p, _ in pairs for rival in _others(name, rivals))
+
+
+def _kind(name: str) -> str:
+    """The title of an arrangement where it is said already that there are further updates."""
+    return ARRANGEMENTS[name].title.removesuffix(", further updates")
 
 
 def above_where_it_moves(
@@ -144,7 +185,10 @@ def above_where_it_moves(
     aim = "above every other online arrangement where traffic moves"
     if as_they_came:
         aim = "the same on the requests as they came, beside one adapter where traffic moves"
-    return Reached(aim, *_told([one[2]["low"] > 0 for one in found], said))
+        return Reached(aim, *_told([one[2]["low"] > 0 for one in found], said))
+    by_default = {name: [one for one in found if one[1] in RIVALS[name]] for name in default}
+    whole_field = all(_everywhere(name, RIVALS, of) for name, of in by_default.items())
+    return Reached(aim, *_told([one[2]["low"] > 0 for one in found], said, whole_field))
 
 
 def never_below(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
@@ -228,9 +272,11 @@ def _keeps(one: Whole) -> bool | None:
     return False if one["high"] < 0 and one["value"] < -FORGOTTEN else None
 
 
-def _told(verdicts: Sequence[bool | None], said: list[str]) -> tuple[str, str]:
+def _told(verdicts: Sequence[bool | None], said: list[str], whole_field: bool = True) -> tuple[str, str]:
+    """The verdict and the figures. whole_field: whether all others that the aim is about were run."""
     if not verdicts:
         return NOT_MEASURED, "Not in these runs."
     if False in verdicts:
         return (PARTLY if True in verdicts else MISSED), " ".join(said)
-    return (HELD if None not in verdicts else OPEN), " ".join(said)
+    held = HELD if whole_field else HELD + SOME
+    return (held if None not in verdicts else OPEN), " ".join(said)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, MAIN, SERVED, TAUGHT
-from evidence.streams import ONLY, ORDERS, title_of
+from evidence.arrangements import ARRANGEMENTS, FURTHER, SERVED, STATIC, TABLED, TAUGHT
+from evidence.streams import ONLY, ORDERS, POISONED, title_of
 from evidence.words import listed
 
 Whole = dict[str, Any]
@@ -36,7 +37,17 @@ SPEED_UP = (
 
 def part(whole: Whole) -> str:
     """The section."""
-    lines = [*never(whole), served(whole), NO_LEARNERS, WITH_GATE, SHARED_ALONE, TIMES, *paper(whole)]
+    lines = [
+        *never(whole),
+        *holes(whole),
+        *poisoned(whole),
+        served(whole),
+        NO_LEARNERS,
+        WITH_GATE,
+        SHARED_ALONE,
+        TIMES,
+        *paper(whole),
+    ]
     return "## What is not measured here\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
@@ -44,18 +55,51 @@ def never(whole: Whole) -> list[str]:
     """Patterns, and arrangements that were run on none."""
     traffic = [title_of(name) for name in ORDERS if name not in whole["patterns"]]
     every = {name for of in whole["patterns"].values() for name in of}
-    learners = [ARRANGEMENTS[name].title for name in (*MAIN, *FURTHER) if name not in every | {SERVED}]
+    learners = [ARRANGEMENTS[name].title for name in (*TABLED, *FURTHER) if name not in every | {SERVED}]
     said = (("patterns of traffic", traffic), ("arrangements", learners))
     return [f"Of the {what}: {'; '.join(names)}." for what, names in said if names]
+
+
+def holes(whole: Whole) -> list[str]:
+    """Arrangements that were run with some of the traffic here, but not with all of it."""
+    run = [name for name in ORDERS if name in whole["patterns"] and name not in POISONED]
+    titles: dict[str, list[str]] = {}  # by where they were run
+    for name in dict.fromkeys((*TABLED, *FURTHER)):
+        there = [pattern for pattern in run if name in whole["patterns"][pattern]]
+        if name != SERVED and 0 < len(there) < len(run):  # of that one see `served`
+            titles.setdefault(_where(there, run), []).append(ARRANGEMENTS[name].title)
+    said = [f"{listed(names)} ({where})" for where, names in titles.items()]
+    return [f"Run with some of the traffic only: {'; '.join(said)}."] if said else []
+
+
+def _where(there: Sequence[str], run: Sequence[str]) -> str:
+    """The patterns of traffic that are there, or those that lack, whichever is shorter."""
+    lacking = [pattern for pattern in run if pattern not in there]
+    if len(lacking) < len(there):
+        return f"all but {listed(map(title_of, lacking))}"
+    return listed(map(title_of, there))
+
+
+def poisoned(whole: Whole) -> list[str]:
+    """What was run with a client that sends rubbish, since that is less than with other traffic."""
+    found = [of for name in POISONED if (of := whole["patterns"].get(name))]
+    names = [name for name in ARRANGEMENTS if name != STATIC and any(name in of for of in found)]
+    titles = "; ".join(ARRANGEMENTS[name].title for name in names)
+    return (
+        [f"With a client that sends rubbish, nothing was run but the static draft and {titles}."]
+        if names
+        else []
+    )
 
 
 def served(whole: Whole) -> str:
     """Where the default was not run with further updates."""
     title = ARRANGEMENTS[SERVED].title
-    done = [name for name in ORDERS if SERVED in whole["patterns"].get(name, {})]
+    alone = sorted(name for name in whole["patterns"] if name.startswith(ONLY))
+    done = [name for name in (*ORDERS, *alone) if SERVED in whole["patterns"].get(name, {})]
     if not done:
         return f"The default with further updates ({title}): on no traffic at all."
-    there = [name for name in ORDERS if name not in done and JOINT in whole["patterns"].get(name, {})]
+    there = [name for name in ORDERS if name not in done and name in whole["patterns"]]
     without = f"It was not run with {listed(map(title_of, there))}." if there else ""
     return f"The default with further updates ({title}) was run with {listed(map(title_of, done))}. {without}"
 

@@ -29,9 +29,14 @@ BEST = "on every traffic at least the best other online arrangement"
 @pytest.mark.parametrize(
     ("others", "verdict", "said"),
     [
-        ([0.5, 0.7], "partly", "on 1 of 2 patterns. Below one adapter, mixed replay with steady mix −.100."),
-        ([0.5, 0.6], "held", "on 2 of 2 patterns."),
-        ([0.7, 0.7], "**missed**", "on 0 of 2 patterns."),
+        (
+            [0.5, 0.7],
+            "partly",
+            "on 1 of 2 patterns, beside one adapter, mixed replay. Below one "
+            "adapter, mixed replay with steady mix −.100.",
+        ),
+        ([0.5, 0.6], "held", "on 2 of 2 patterns, beside one adapter, mixed replay."),
+        ([0.7, 0.7], "**missed**", "on 0 of 2 patterns, beside one adapter, mixed replay."),
     ],
 )
 def test_the_default_is_held_against_the_best_of_the_others(
@@ -44,10 +49,15 @@ def test_the_default_is_held_against_the_best_of_the_others(
     ]
     gated = [*of("shift", "joint+gate", 0.4, 0.6), *of("steady", "joint+gate", 0.4, 0.6)]
     found = rows(*STATIC, *rivals, *gated)
-    assert found[BEST][0] == verdict
+    some = " beside those that were run"
+    assert found[BEST][0] == (verdict + some if verdict == "held" else verdict)
     assert said in found[BEST][1]
+    assert (
+        "Not run with one update for each window beside it: one adapter, latest window; separate experts, "
+        "classifier; shared and experts in turns."
+    ) in found[BEST][1]
     moves = found["above every other online arrangement where traffic moves"]
-    assert moves[0] == ("held" if others[0] < 0.6 else "**missed**")
+    assert moves[0] == (f"held{some}" if others[0] < 0.6 else "**missed**")
     assert "steady" not in moves[1]
 
 
@@ -57,9 +67,40 @@ def test_the_default_is_held_against_others_with_the_gate_by_itself() -> None:
     found = rows(*STATIC, *free, *gated, *of("steady", "joint+gate", 0.4, 0.6))
     assert found[BEST][0] == "**missed**"
     safe = "on every traffic at least the best other online arrangement with the same gate"
-    assert found[safe] == ("held", "With one update for each window: on 1 of 1 pattern.")
+    assert found[safe] == (
+        "held beside those that were run",
+        "With one update for each window: on 1 of 1 pattern, beside one adapter, mixed replay, with gate. "
+        "Not run with one update for each window beside it: one adapter, latest window, with gate; "
+        "separate experts, classifier, with gate; shared and experts in turns, with gate.",
+    )
     without = rows(*STATIC, *free, *of("steady", "joint+gate", 0.4, 0.6))
     assert without[safe] == ("not measured", "Not in these runs.")
+
+
+def test_who_was_there_is_told_by_pattern() -> None:
+    every = ("latest-window", "mixed-replay", "separate", "turns")
+    runs = [run for name in every for run in of("steady", name, 0.4, 0.5)]
+    gated = [run for pattern in ("shift", "steady") for run in of(pattern, "joint+gate", 0.4, 0.6)]
+    verdict, text = rows(*STATIC, *runs, *gated)[BEST]
+    assert verdict == "held"
+    assert "Not run" not in text
+    verdict, text = rows(*STATIC, *runs, *of("shift", "turns", 0.4, 0.5), *gated)[BEST]
+    assert verdict == "held beside those that were run"
+    assert text.endswith(
+        "beside shared and experts in turns; one adapter, latest window (1 pattern); one adapter, mixed "
+        "replay (1 pattern); separate experts, classifier (1 pattern)."
+    )
+
+
+def test_one_rival_with_further_updates_is_not_all_of_them() -> None:
+    """No arrangement without joint learning but one adapter makes further updates."""
+    wide = [*of("steady", "mixed-replay:wide", 0.4, 0.5), *of("steady", "joint+gate:wide", 0.4, 0.6)]
+    assert rows(*STATIC, *wide)[BEST] == (
+        "held beside those that were run",
+        "With further updates: on 1 of 1 pattern, beside one wide adapter. Not run with further updates "
+        "beside it: one adapter; one adapter, latest window; separate experts, classifier; shared and "
+        "experts in turns.",
+    )
 
 
 def test_domains_that_lost_are_named_and_only_those_of_the_default() -> None:

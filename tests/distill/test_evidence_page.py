@@ -116,6 +116,37 @@ def test_the_default_as_served_has_a_price_and_a_place() -> None:
     assert "with one seed, which tells nothing of others, slow drift (+.200" in served.finding(whole)
 
 
+def test_what_was_run_with_some_of_the_traffic_only_is_told() -> None:
+    runs = [made_up(pattern, "static", 0, [0.4]) for pattern in ("steady", "drift", "shift", "poison-flood")]
+    some = {
+        "joint": ("steady", "drift", "shift", "poison-flood"),
+        "joint+gate": ("steady", "shift"),
+        "mixed-replay+gate": ("drift",),
+        "turns+gate": ("drift",),
+        SERVED: ("steady",),
+    }
+    runs += [made_up(pattern, name, 0, [0.4, 0.5]) for name, there in some.items() for pattern in there]
+    text = missing.part(summary.summary(figures.Runs(runs)))
+    assert (
+        "- Run with some of the traffic only: one adapter, mixed replay, with gate and shared and experts in "
+        "turns, with gate (slow drift); joint, with gate (all but slow drift).\n"
+    ) in text
+    assert (
+        "- With a client that sends rubbish, nothing was run but the static draft and joint, no gate.\n"
+        in text
+    )
+    never = next(line for line in text.splitlines() if line.startswith("- Of the arrangements: "))
+    assert "one adapter, latest window, with gate; separate experts, classifier, with gate" in never
+    assert "turns, with gate" not in never
+    assert "was run with steady mix. It was not run with sharp shift and return, slow drift and a" in text
+    whole = summary.summary(figures.Runs([run for run in runs if run["pattern"] == "steady"]))
+    assert "Run with some" not in missing.part(whole)
+    assert "a client that sends rubbish" not in missing.part(whole)
+    alone = [made_up("only:law", "static", 0, [0.4]), made_up("only:law", SERVED, 0, [0.4, 0.5])]
+    text = missing.part(summary.summary(figures.Runs([*alone, runs[0]])))
+    assert "was run with law alone. It was not run with steady mix." in text
+
+
 def test_gains_that_are_set_beside_each_other_are_of_one_pattern() -> None:
     runs = [made_up("crossed", name, 0, [0.4, 0.5]) for name in ("joint", "joint+gate")]
     runs += [made_up("drift", name, 0, [0.4, 0.6]) for name in ("joint", "joint+gate", "turns")]
