@@ -95,10 +95,13 @@ def poisoned(whole: Whole) -> list[str]:
 def served(whole: Whole) -> str:
     """Where the default was not run with further updates."""
     title = ARRANGEMENTS[SERVED].title
-    alone = sorted(name for name in whole["patterns"] if name.startswith(ONLY))
-    done = [name for name in (*ORDERS, *alone) if SERVED in whole["patterns"].get(name, {})]
+    done, alone = (
+        [name for name in names if SERVED in whole["patterns"].get(name, {})]
+        for names in (ORDERS, sorted(name for name in whole["patterns"] if name.startswith(ONLY)))
+    )
     if not done:
-        return f"The default with further updates ({title}): on no traffic at all."
+        but = f"on no traffic of several domains, only with {listed(map(title_of, alone))}"
+        return f"The default with further updates ({title}): {but if alone else 'on no traffic at all'}."
     there = [name for name in ORDERS if name not in done and name in whole["patterns"]]
     without = f"It was not run with {listed(map(title_of, there))}." if there else ""
     return f"The default with further updates ({title}) was run with {listed(map(title_of, done))}. {without}"

@@ -144,7 +144,7 @@ def test_what_was_run_with_some_of_the_traffic_only_is_told() -> None:
     assert "a client that sends rubbish" not in missing.part(whole)
     alone = [made_up("only:law", "static", 0, [0.4]), made_up("only:law", SERVED, 0, [0.4, 0.5])]
     text = missing.part(summary.summary(figures.Runs([*alone, runs[0]])))
-    assert "was run with law alone. It was not run with steady mix." in text
+    assert "further updates): on no traffic of several domains, only with law alone." in text
 
 
 def test_gains_that_are_set_beside_each_other_are_of_one_pattern() -> None:
