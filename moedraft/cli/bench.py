@@ -41,9 +41,9 @@ def bench(
     limit: Annotated[int, typer.Option(min=1, help="Use that many prompts at most.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the answers; 0 is greedy.")] = 0.0,
     against: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Another draft base of any kind, compared without experts."),
+        str | None, typer.Option(metavar="MODEL", help="Another draft base, compared without experts.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON there too.")] = None,
     home: HomeOption = None,
@@ -56,7 +56,7 @@ def bench(
     """Compare at batch 1: transformers, assisted and with prompt lookup; ours plain, with a draft, with both.
 
     The experts are those of the home; after `moedraft demo` they have learned from its stream. --against adds
-    a second draft base on the same target: a draft model beside a feature drafter, for instance.
+    a second draft base on the same target, of any kind. Drafts gain less in sampled answers (--temperature).
     """
     from moedraft.showcase.bench import run
     from moedraft.system.build import opened, with_other_draft
@@ -71,20 +71,17 @@ def bench(
         queries = _queries(given[:: max(1, len(given) // limit)], names, max_tokens)[:limit]
         other = stack.enter_context(with_other_draft(system, against)) if against else None
         advance = stack.enter_context(bar("Measuring", rounds * len(queries)))
-        found = run(system, queries, rounds, advance, other)
+        found = run(system, queries, rounds, advance, other, temperature)
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if as_json:
         emit(found)
     else:
-        _show(found, f"Batch 1, {len(queries)} prompts, {rounds} rounds, taking turns")
+        _show(found, f"Batch 1, {len(queries)} prompts, {rounds} rounds, temperature {temperature:g}")
 
 
 def _queries(given: list[PromptRow], domains: set[str], max_tokens: int) -> list[Query]:
-    """What is given, or shipped held-out prompts of the home's domains; of all where it has none of them.
-
-    The shipped ones are of each domain in turn, so that any beginning has all of them.
-    """
+    """What is given, or shipped held-out prompts of the home's domains (else of all), each domain in turn."""
     from moedraft.showcase import shipped
 
     if given:
@@ -97,16 +94,18 @@ def _queries(given: list[PromptRow], domains: set[str], max_tokens: int) -> list
 def _show(found: dict[str, Any], title: str) -> None:
     """Print what was measured: one row for each system, then the times of the models' steps."""
     table = Table(title=title)
-    for name in ("system", "tokens/s", "x transformers", "theory", "tokens per step", "same answers"):
+    greedy = not found["temperature"]  # sampled answers are not compared
+    names = ["system", "tokens/s", "x transformers", "theory", "tokens per step"]
+    for name in names + ["same answers"] * greedy:
         table.add_column(name, justify="left" if name == "system" else "right", no_wrap=name == "system")
     for name, one in found["systems"].items():
         theory = "" if one["theoretical_speedup"] is None else f"{one['theoretical_speedup']:.2f}"
         length = "" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"
         row = (f"{one['tokens_per_second']:.1f}", f"{one['ratio']:.2f}", theory, length)
-        table.add_row(name, *row, "yes" if one["same_answers"] else "NO")
+        table.add_row(name, *row, *(["yes" if one["same_answers"] else "NO"] if greedy else []))
     Console(highlight=False).print(table)
     alike = found["answers_as_transformers"]
-    if alike < found["prompts"]:
+    if greedy and alike < found["prompts"]:
         note(
             f"Same answers: as each one's own plain decoding. Without drafts {alike} of {found['prompts']} "
             "answers are those of transformers too, which rounds otherwise in half precision."

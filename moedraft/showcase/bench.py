@@ -46,17 +46,18 @@ def run(
     rounds: int,
     advance: Callable[[int], None],
     other: System | None = None,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Measure all systems and return what `moedraft bench` prints, as plain data.
 
     `advance` is called with the number of answered prompts, each counted once for all systems. other: an
-    engine over the same target with another draft base, which takes part without experts.
+    engine over the same target with another draft base, which takes part without experts. temperature: of the
+    answers; 0 is greedy. Sampled answers differ from round to round, so they are not compared.
     """
     outputs: Outputs = {}
-    runners = warm_runners(system, other, queries[0].prompt, outputs)
+    runners = warm_runners(system, other, queries[0].prompt, outputs, temperature)
     timer = system.engine.timer
-    timer.verify_seconds = timer.step_seconds = 0.0
-    done = 0
+    timer.verify_seconds = timer.step_seconds = done = 0
 
     def on_progress() -> None:
         nonlocal done
@@ -64,33 +65,41 @@ def run(
         advance(done)
 
     timed = compare(runners, queries, rounds, on_progress)
-    share = timer.verify_seconds / timer.step_seconds
     costs = costs_of_steps(system, other)
     ratio = costs["draft_ms"] / costs["target_ms"]
     its_ratio = costs.get("other_draft_ms", 0.0) / costs["target_ms"]
     return {
         "systems": {
-            name: figures(name, timed, outputs, its_ratio if name in OTHER else ratio) for name in timed
+            name: figures(name, timed, outputs, its_ratio if name in OTHER else ratio, temperature)
+            for name in timed
         },
         "step_ms": {name: round(value, 3) for name, value in costs.items()},
         "cost_ratio": round(ratio, 4),
-        "verify_share": round(share, 4),
+        "verify_share": round(timer.verify_seconds / timer.step_seconds, 4),
         "adapted": bool(system.bank.experts or system.bank.shared),
         "draft": shown_name(system.draft.name),
         "other_draft": shown_name(other.draft.name) if other else None,
-        "answers_as_transformers": sum(map(eq, timed[PLAIN].answers, timed[BASELINE].answers)),
+        "temperature": temperature,
+        "answers_as_transformers": None if temperature else alike(timed),
         "prompts": len(queries),
         **surroundings(system),
     }
 
 
-def warm_runners(system: System, other: System | None, prompt: str, outputs: Outputs) -> dict[str, Runner]:
+def alike(timed: dict[str, Timed]) -> int:
+    """How many answers of plain decoding are those of transformers, token for token."""
+    return sum(map(eq, timed[PLAIN].answers, timed[BASELINE].answers))
+
+
+def warm_runners(
+    system: System, other: System | None, prompt: str, outputs: Outputs, temperature: float = 0.0
+) -> dict[str, Runner]:
     """All systems, each of which has answered the prompt once."""
     warm_up(system)
-    runners = their_runners(system) | our_runners(system, outputs)
+    runners = their_runners(system, temperature) | our_runners(system, outputs, temperature)
     if other is not None:
         warm_up(other)
-        runners |= others_runners(other, outputs)
+        runners |= others_runners(other, outputs, temperature)
     for runner in runners.values():
         runner(prompt, 16)
     outputs.clear()
@@ -105,10 +114,10 @@ def costs_of_steps(system: System, other: System | None) -> dict[str, float]:
     return costs
 
 
-def their_runners(system: System) -> dict[str, Runner]:
+def their_runners(system: System, temperature: float) -> dict[str, Runner]:
     """The systems of transformers; assisted generation only where it takes this pair of models."""
     target = system.target
-    runners = {BASELINE: transformers_runner(target)}
+    runners = {BASELINE: transformers_runner(target, temperature)}
     if isinstance(system.draft, LanguageModel):
         # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
         assistant = load_by(system.settings, "draft", name=draft_name(system.settings))
@@ -116,14 +125,15 @@ def their_runners(system: System) -> dict[str, Runner]:
         # different tokenizers and refuses them.
         sizes = {model.hf.config.get_text_config().vocab_size for model in (assistant, target)}
         if len(sizes) == 1:
-            runners[ASSISTED] = transformers_runner(target, assistant_model=assistant.hf)
-    runners["transformers prompt lookup"] = transformers_runner(target, prompt_lookup_num_tokens=8)
+            runners[ASSISTED] = transformers_runner(target, temperature, assistant_model=assistant.hf)
+    lookup = transformers_runner(target, temperature, prompt_lookup_num_tokens=8)
+    runners["transformers prompt lookup"] = lookup
     return runners
 
 
-def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
+def our_runners(system: System, outputs: Outputs, temperature: float) -> dict[str, Runner]:
     """Our systems. Every answer is added to `outputs` under the name of its system."""
-    ours = partial(runner_of, system, outputs)
+    ours = partial(runner_of, system, outputs, temperature=temperature)
     return {
         PLAIN: ours(PLAIN, draft=False),
         "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
@@ -133,17 +143,24 @@ def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
     }
 
 
-def others_runners(other: System, outputs: Outputs) -> dict[str, Runner]:
+def others_runners(other: System, outputs: Outputs, temperature: float) -> dict[str, Runner]:
     """The other draft base, alone and with lookup; answers are added to `outputs` as well."""
     alone, both = OTHER
+    its = partial(runner_of, other, outputs, temperature=temperature, expert=SHARED)
     return {
-        alone: runner_of(other, outputs, alone, "model", expert=SHARED),
-        both: runner_of(other, outputs, both, expert=SHARED),
+        alone: its(alone, "model"),
+        both: its(both),
     }
 
 
 def runner_of(
-    system: System, outputs: Outputs, name: str, source: DraftSource = "auto", **options: Any
+    system: System,
+    outputs: Outputs,
+    name: str,
+    source: DraftSource = "auto",
+    *,
+    temperature: float,
+    **options: Any,
 ) -> Runner:
     """One of our systems, with a draft budget and a lookup in the own text of its own.
 
@@ -152,7 +169,7 @@ def runner_of(
     budget, lookup = copy.deepcopy(system.engine.chooser.budget), LookupDrafter()
 
     def answer(prompt: str, max_tokens: int) -> list[int]:
-        params = SamplingParams(max_tokens=max_tokens)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         with system.engine.chooser.using(budget, source, lookup=lookup):
             [output] = system.engine.generate(prompt, params, counted=False, chat=True, **options)
         outputs.setdefault(name, []).append(output)
@@ -161,7 +178,9 @@ def runner_of(
     return answer
 
 
-def figures(name: str, timed: dict[str, Timed], outputs: Outputs, cost_ratio: float) -> dict[str, Any]:
+def figures(
+    name: str, timed: dict[str, Timed], outputs: Outputs, cost_ratio: float, temperature: float
+) -> dict[str, Any]:
     """What is reported of one system."""
     one, base = timed[name], timed[BASELINE]
     plain = base if name.startswith("transformers") else timed[PLAIN]
@@ -169,7 +188,7 @@ def figures(name: str, timed: dict[str, Timed], outputs: Outputs, cost_ratio: fl
         "tokens_per_second": round(one.tokens_per_second, 2),
         "rounds": [round(value, 2) for value in one.rounds],
         "ratio": round(one.tokens_per_second / base.tokens_per_second, 3),
-        "same_answers": one.answers == plain.answers,
+        "same_answers": None if temperature else one.answers == plain.answers,
         **speculation(outputs.get(name, []), cost_ratio),
     }
 

@@ -134,12 +134,16 @@ def engine_runner(
     return run
 
 
-def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], list[int]]:
-    """A function that answers one prompt with the greedy `generate` of transformers.
+def transformers_runner(
+    target: Any, temperature: float = 0.0, **options: Any
+) -> Callable[[str, int], list[int]]:
+    """A function that answers one prompt with the `generate` of transformers, greedily or at a temperature.
 
     `options` go to `generate`, such as `assistant_model` or `prompt_lookup_num_tokens`. The penalties of the
-    checkpoint are left out, since our engine does not apply them either.
+    checkpoint are left out, since our engine does not apply them either; so are its limits on what is drawn.
     """
+    if temperature:
+        options |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         ids = torch.tensor([prompt_ids(target.tokenizer, prompt, chat=True)], device=target.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,12 @@ def test_demo_and_bench_run_as_commands(
     assert all(one["same_answers"] for one in found["systems"].values())
     assert found["answers_as_transformers"] == found["prompts"]
     assert main([*arguments, "--limit", "1"]) == 0
-    assert "transformers assisted" in capsys.readouterr().out
+    greedy = capsys.readouterr().out
+    assert main([*arguments, "--limit", "1", "--temperature", "0.7"]) == 0
+    sampled = capsys.readouterr().out
+    assert all("transformers assisted" in said for said in (greedy, sampled))
+    assert ["temperature 0" in greedy, "temperature 0.7" in sampled] == [True, True]
+    assert [" yes " in said for said in (greedy, sampled)] == [True, False]
 
 
 def test_bench_takes_prompts_of_the_homes_domains_in_turn() -> None:
@@ -153,6 +159,32 @@ def test_bench_compares_the_same_answers(small: None, system: System) -> None:
     assert all(one["tokens_per_step"] >= 1 for one in ours)
     assert 0 < found["cost_ratio"] < 1
     assert not found["adapted"]
+
+
+def test_bench_of_sampled_answers_draws_them_and_compares_none(small: None, system: System) -> None:
+    query = replace(shipped.heldout()[0], max_tokens=24)
+    drawn: list[list[int]] = []
+
+    def noted(*arguments: Any, **options: Any) -> list[Any]:
+        outputs = generate(*arguments, **options)
+        drawn.extend(output.token_ids for output in outputs if arguments[1].temperature)
+        return outputs
+
+    generate, system.engine.generate = system.engine.generate, noted  # type: ignore[method-assign]
+    found = run(system, [query], 2, lambda done: None, temperature=1.0)
+    assert len({tuple(answer) for answer in drawn}) > 2
+    assert found["temperature"] == 1.0
+    assert found["answers_as_transformers"] is None
+    assert all(one["same_answers"] is None for one in found["systems"].values())
+    assert found["systems"]["moedraft plain"]["tokens_per_step"] == 1
+
+
+def test_transformers_samples_at_the_temperature_that_is_asked_for(system: System) -> None:
+    cold, warm = (transformers_runner(system.target, temperature) for temperature in (1e-3, 2.0))
+    greedy = transformers_runner(system.target)("SELECT name FROM", 12)
+    torch.manual_seed(0)
+    assert cold("SELECT name FROM", 12) == greedy
+    assert warm("SELECT name FROM", 12) != warm("SELECT name FROM", 12)
 
 
 def test_bench_compares_both_kinds_of_draft_bases(small: None, system: System, tmp_path: Path) -> None:
