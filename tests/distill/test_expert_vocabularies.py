@@ -40,6 +40,19 @@ def test_the_shared_adapter_has_what_experts_have_up_to_a_bound(monkeypatch: pyt
     assert lists.of(SHARED).tolist() == [*range(10), 40, 41]  # the commonest two
 
 
+@pytest.mark.parametrize("name", ["code", SHARED])
+def test_the_shared_adapter_keeps_what_came_often_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for all, an update's few records do not decide alone."""
+    monkeypatch.setattr(expert_vocabularies, "MOST_SHARED", 12)
+    lists = Vocabularies(GENERAL, 100)
+    lists.choose({name: [record(name, [40, 40, 40, 41, 41, 41, 41])]})
+    lists.choose({"law": [record("law", [50])], SHARED: []})
+    assert lists.of(SHARED).tolist() == [*range(10), 40, 41]
+    lists.forget()
+    lists.choose({"law": [record("law", [50])]})
+    assert 50 in lists.of(SHARED).tolist()
+
+
 def test_what_a_domain_held_once_gives_way_to_nothing_that_it_never_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -33,7 +33,7 @@ class Vocabularies:
         self.size = min(OWN_TOKENS, len(general))
         self.useful = own and self.size < vocab_size  # else every list would hold all tokens
         self._lists: dict[str, torch.Tensor] = {}
-        # By expert, how often its domain's traffic held a token, or might have.
+        # By adapter, how often its domain's traffic held a token, or might have.
         self._came: dict[str, Counter[int]] = {}
 
     def of(self, name: str) -> torch.Tensor | None:
@@ -71,19 +71,21 @@ class Vocabularies:
         counts = {name: self._counted(some) for name, some in records.items()}
         together = sum(counts.values(), Counter[int]())
         general, known = ranked(self.general, together), set(self.general.tolist())
+        for name in counts:
+            if records[name]:
+                self._came[name] = remembered(self._came.get(name, Counter()), counts[name])
         for name, some in records.items():
             if name != SHARED and some:
                 before = self._lists.get(name, self.general[:0]).tolist()
                 learned = [
                     token for token in before if token not in known
                 ]  # else the domain's rarest would go
-                came = self._came[name] = remembered(self._came.get(name, Counter()), counts[name])
-                self._lists[name] = own_vocabulary(
-                    came, self.size, [*learned, *before, *general], self.always
-                )
+                preferred = [*learned, *before, *general]
+                self._lists[name] = own_vocabulary(self._came[name], self.size, preferred, self.always)
         others = [token for token in sorted({*self.all().tolist(), *together}) if token not in known]
         room = max(MOST_SHARED - len(known), 0)
-        chosen = ranked(torch.tensor(others, dtype=torch.int64), together)[:room]
+        came = sum(self._came.values(), Counter[int]())  # that of earlier updates, too
+        chosen = ranked(torch.tensor(others, dtype=torch.int64), came)[:room]
         self._lists[SHARED] = union([self.general, torch.tensor(chosen, dtype=torch.int64)])
 
     def _counted(self, records: Sequence[ReplayRecord]) -> Counter[int]:
