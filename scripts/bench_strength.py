@@ -5,7 +5,8 @@
 
 Arrangements learn from a stream as in `scripts/evidence.py`, and publish what they learned at full strength.
 When all is learned, the answers to the held-out prompts are read once for each factor of all that serves, the
-shared adapter and the experts. What the file of the results holds already is not measured again.
+shared adapter and the experts. What the file of the results holds already is not measured again. With a
+--temperature the answers are sampled, and a guess counts by how likely a drawn one is accepted.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def share(rows: Sequence[Sequence[int]]) -> float:
 
 
 def main() -> None:
-    parser = benches.parser(__doc__, "steady,crossed,reworded,zipf,unregistered")
+    parser = benches.parser(__doc__, "steady,crossed,reworded,zipf,unregistered", samples=True)
     parser.add_argument("--arrangements", default="joint+gate,mixed-replay")
     args = parser.parse_args()
     workplace = benches.workplace(args)
@@ -65,13 +66,16 @@ def main() -> None:
                     "seed": seed,
                     "requests": args.requests,
                 }
+                if args.temperature:  # runs of greedy answers tell none
+                    which["temperature"] = args.temperature
                 measure(workplace, which, args.out)
 
 
 def measure(workplace: Workplace, which: dict[str, Any], out: Path) -> None:
     """Add the run `which` to the results, unless it is there."""
     report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"runs": []}
-    if any(which.items() <= run.items() for run in report["runs"]):
+    same = (run for run in report["runs"] if run.get("temperature") == which.get("temperature"))
+    if any(which.items() <= run.items() for run in same):
         return
     arrangement = at_full_strength(which["arrangement"])
     found = workplace.run(which["pattern"], arrangement, which["seed"], by_factor)["at_end"]

@@ -10,6 +10,7 @@ import hashlib
 import json
 import lzma
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import islice
@@ -97,7 +98,7 @@ def answer_batch(
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
     tokens, top_ids, top_logprobs = [], [], []
     ended = torch.zeros(len(prompts), dtype=torch.bool)
-    chances = [torch.Generator().manual_seed(seed_of(prompt)) for prompt in prompts]
+    chances = [torch.Generator().manual_seed(int(digest_of(prompt)[:15], 16)) for prompt in prompts]
     for step in range(max_tokens):
         logits = model.forward(cache, 0, last, [start + step for start in starts])[:, -1].float()
         values, found = logits.log_softmax(-1).topk(TOPK, dim=-1)
@@ -119,9 +120,9 @@ def answer_batch(
     return records
 
 
-def seed_of(prompt: list[int]) -> int:
-    """The same for the same tokens, on every machine."""
-    return int(hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:15], 16)
+def digest_of(prompt: Sequence[int]) -> str:
+    """Hexadecimal; the same for the same tokens, on every machine."""
+    return hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()
 
 
 def drawn(logits: torch.Tensor, temperature: float, chances: list[torch.Generator]) -> torch.Tensor:

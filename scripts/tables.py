@@ -45,7 +45,7 @@ def bench(found: dict[str, Any]) -> str:
                 f"{one['ratio']:.2f}",
                 "" if length is None else f"{length:.2f}",
                 "" if theory is None else f"{theory:.2f}",
-                "yes" if one["same_answers"] else "no",
+                {True: "yes", False: "no", None: ""}[one["same_answers"]],
             ]
         )
     head = ["system", "tokens/s", "× transformers", "tokens per step", "theory", "same answers"]
@@ -55,7 +55,9 @@ def bench(found: dict[str, Any]) -> str:
         f"{found['verify_share']:.1%} of a step."
     )
     alike = found.get("answers_as_transformers", found["prompts"])
-    if alike < found["prompts"]:
+    if alike is None:
+        note += f" Answers were sampled at temperature {found['temperature']:g}, so they are not compared."
+    elif alike < found["prompts"]:
         note += (
             f" Same answers: as each one's own plain decoding; {alike} of the {found['prompts']} without "
             "drafts are those of transformers too, which rounds otherwise in bfloat16."

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from moedraft.showcase.shipped import Query
 
 PromptsFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Rows as of `generate`; default: shipped ones of the home's domains."),
+    Path | None, typer.Option(metavar="FILE", help="As of `generate`; default: shipped ones for the home.")
 ]
 
 
@@ -58,13 +57,15 @@ def bench(
     The experts are those of the home; after `moedraft demo` they have learned from its stream. --against adds
     a second draft base on the same target, of any kind. Drafts gain less in sampled answers (--temperature).
     """
+    from moedraft.core import SamplingParams
     from moedraft.showcase.bench import run
     from moedraft.system.build import opened, with_other_draft
 
+    SamplingParams(temperature=temperature)  # refused now, not after minutes
     given = read_prompts(prompts_file) if prompts_file else []
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     if out:
-        check_writable(out)  # now, not after minutes
+        check_writable(out)
     with ExitStack() as stack:
         system = stack.enter_context(opened(settings))
         names = {name for name, _ in system.store.registry.domain_names()}

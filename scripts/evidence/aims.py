@@ -118,10 +118,12 @@ def at_least_the_best(
     as_they_came: bool = False,
 ) -> Reached:
     """Whether some other online arrangement is above the default by its interval."""
-    said, verdicts, whole_field = [], [], True
+    said, verdicts, whole_field = list[str](), list[bool](), True
     for name, of in default.items():
         found = [*_compared(whole, name, of, rivals, as_they_came)]
         if not found:
+            if rivals[name] and not as_they_came:  # nothing can be said of this default then
+                whole_field, said = False, said + _not_run(name, rivals, found)
             continue
         below = [one for one in found if one[2]["high"] < 0]
         patterns = {pattern for pattern, _, _ in found}
@@ -161,7 +163,7 @@ def _not_run(name: str, rivals: Rivals, found: Iterable[tuple[str, str, Whole]])
 def _everywhere(name: str, rivals: Rivals, found: Iterable[tuple[str, str, Whole]]) -> bool:
     """Whether the default stands beside all others on each pattern on which it does so beside one."""
     pairs = {(pattern, rival) for pattern, rival, _ in found}
-    return all((p, rival) in pairs for p, _ in pairs for rival in _others(name, rivals))
+    return bool(pairs) and all((p, rival) in pairs for p, _ in pairs for rival in _others(name, rivals))
 
 
 def _kind(name: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from feature_answers import TOPK, answered
+from feature_answers import TOPK, answered, digest_of
 from safetensors.torch import load_file, save_file
 
 from evidence.prompts import Query
@@ -128,6 +127,6 @@ class Answers:
         )
 
     def _file(self, prompt: Sequence[int]) -> Path:
-        name = hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:24]
+        name = digest_of(prompt)[:24]
         drawn = f"-t{self.temperature:g}" if self.temperature else ""
         return self.folder / f"{name}-{self.max_tokens}{drawn}.safetensors"

@@ -10,10 +10,12 @@ import torch
 from evidence.command import DOMAINS, Workplace, arguments
 
 
-def parser(about: str, patterns: str = "", domains: str = "") -> argparse.ArgumentParser:
+def parser(
+    about: str, patterns: str = "", domains: str = "", *, samples: bool = False
+) -> argparse.ArgumentParser:
     """about: what the benchmark does. patterns, domains: of traffic, unless others are asked for.
 
-    Without patterns, or domains, there is no such option.
+    Without patterns, or domains, there is no such option. samples: whether answers may be sampled.
     """
     made = argparse.ArgumentParser(description=about.splitlines()[0])
     made.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
@@ -28,7 +30,8 @@ def parser(about: str, patterns: str = "", domains: str = "") -> argparse.Argume
     made.add_argument("--requests", type=int, default=160)
     made.add_argument("--seeds", type=int, default=1)
     made.add_argument("--threads", type=int, default=1)
-    made.add_argument("--temperature", type=float, default=0.0, help="of the target's answers; 0 is greedy")
+    if samples:
+        made.add_argument("--temperature", type=float, default=0.0, help="of the answers, 0 (greedy) to 1")
     made.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
     return made
 
@@ -38,8 +41,10 @@ def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
     torch.set_num_threads(args.threads)
     options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
     options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
-    options += ["--temperature", args.temperature]
     options += ["--domains", vars(args).get("domains", DOMAINS), *more]
     options += ["--cache", args.cache] if args.cache else []
     options += ["--draft", args.draft] if args.draft else []
-    return Workplace(arguments([*map(str, options)]))
+    temperature = vars(args).get("temperature", 0.0)
+    if not 0 <= temperature <= 1:  # above 1 a record does not tell how likely a guess is accepted
+        raise SystemExit("--temperature is between 0 and 1.")
+    return Workplace(arguments([*map(str, options)]), temperature)

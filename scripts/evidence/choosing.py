@@ -10,11 +10,13 @@ WHAT = ("pattern", "arrangement")  # by its place in a job
 
 
 def chosen(parts: Sequence[str], patterns: Sequence[str], arrangements: Sequence[str]) -> list[Job]:
-    """The jobs of these parts, ordered as patterns are named, then as arrangements are; () leaves all.
+    """The jobs of these parts, by the order in which patterns, then arrangements are named; () leaves all.
 
     Exits where a name is not known, or where there is nothing to run for it.
     """
     every = [job for jobs in PARTS.values() for job in jobs]
+    if not parts:
+        raise SystemExit(f"evidence.py: --parts names none; there are {', '.join(PARTS)}.")
     _check_known("part", parts, PARTS)
     _check_known("pattern", patterns, (pattern for pattern, _ in every))
     _check_known("arrangement", arrangements, (name for _, name in every))
@@ -46,7 +48,8 @@ def _why(place: int, name: str, parts: Sequence[str], there: Sequence[Job]) -> s
             f"with {', '.join(beside)}."
         )
     having = [part for part, jobs in PARTS.items() if any(job[place] == name for job in jobs)]
+    instead = "--parts instead of --quick" if "quick" in parts else "--parts"
     return (
         f"the {what} {name} is in none of the chosen parts ({', '.join(parts)}); name one that has it with "
-        f"--parts: {', '.join(having)}."
+        f"{instead}: {', '.join(having)}."
     )

@@ -60,8 +60,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
     precisions = ("auto", "float32", "bfloat16")
     parser.add_argument("--dtype", default="auto", choices=precisions, help="of the target, as in `serve`")
-    sampled = "of the target's answers; 0 is greedy. A guess counts by how likely it is accepted then"
-    parser.add_argument("--temperature", type=float, default=0.0, help=sampled)
     strengths = "factor on what published adapters add; 1: as learned; default: as a trainer publishes"
     parser.add_argument("--strength", type=float, help=strengths)
     lists = "of an expert's list, with a feature drafter; default: as a trainer chooses"
@@ -78,8 +76,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.strength is not None and not 0 < args.strength <= 1:
         parser.error("--strength is above 0 and at most 1.")
-    if args.temperature < 0:
-        parser.error("--temperature is 0 at least.")
     if args.own_tokens < 1:
         parser.error("--own-tokens is 1 at least.")
     args.doc = args.doc or args.out / "evidence.md"
@@ -105,10 +101,11 @@ def jobs(args: argparse.Namespace) -> list[tuple[int, str, str]]:
 class Workplace:
     """Models, prompts and router, loaded once for all runs."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, temperature: float = 0.0) -> None:
+        """temperature: of the target's answers; 0 is greedy."""
         self.args = args
         self.plan = Plan(**{name: getattr(args, name) for name in dataclasses.asdict(Plan())})
-        self.bench = _bench(args, self.plan)
+        self.bench = _bench(args, self.plan, temperature)
         self.domains = [load_domain(args.data, name, args.heldout) for name in args.domains.split(",")]
         self.embedder = Embedder()
         self._routed: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
@@ -175,20 +172,20 @@ class Workplace:
         return self._routed[key]
 
 
-def _bench(args: argparse.Namespace, plan: Plan) -> Bench:
+def _bench(args: argparse.Namespace, plan: Plan, temperature: float) -> Bench:
     target = load_model(args.target, "target", dtype=args.dtype)
     precision = str(target.dtype).removeprefix("torch.")
     name = draft_name(load_settings(target=args.target, draft=str(args.draft or "auto")))
     if feature_folder(name) is None:
         draft = load_model(name, "draft", dtype="float32", cpu_fast_paths=False)
         cache = args.cache / f"{Path(args.target).name}-{precision}"
-        answers, strength = Answers(target, None, cache, args.max_tokens, args.temperature), WHOLE
+        answers, strength = Answers(target, None, cache, args.max_tokens, temperature), WHOLE
         return Bench(target, draft, answers, plan, args.strength or strength)
     base = load_feature_base(Path(name), target, torch.float32)
     states = RecordStates(target, base.hf, 2**28)
     # What is cached depends on both models.
     cache = args.cache / f"{Path(args.target).name}-{precision}-{base.weights_hash()[:12]}"
-    answers = Answers(target, states, cache, args.max_tokens, args.temperature)
+    answers = Answers(target, states, cache, args.max_tokens, temperature)
     strength = JointPlan.strength
     return Bench(target, base.hf, answers, plan, args.strength or strength, args.own_tokens)
 
@@ -196,8 +193,7 @@ def _bench(args: argparse.Namespace, plan: Plan) -> Bench:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the figures of a run depend on. Runs of other settings are not to be mixed with it."""
     names = ("target", "domains", "requests", "heldout", "max_tokens", *dataclasses.asdict(Plan()))
-    sampled = {"temperature": args.temperature} if args.temperature else {}  # greedy runs tell none
-    return {name: getattr(args, name) for name in names} | sampled
+    return {name: getattr(args, name) for name in names}
 
 
 def outstanding(args: argparse.Namespace) -> Iterator[tuple[int, str, str, Path]]:

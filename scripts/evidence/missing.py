@@ -68,7 +68,7 @@ def holes(whole: Whole) -> list[str]:
         there = [pattern for pattern in run if name in whole["patterns"][pattern]]
         if name != SERVED and 0 < len(there) < len(run):  # of that one see `served`
             titles.setdefault(_where(there, run), []).append(ARRANGEMENTS[name].title)
-    said = [f"{listed(names)} ({where})" for where, names in titles.items()]
+    said = [f"{'; '.join(names)} (with {where})" for where, names in titles.items()]
     return [f"Run with some of the traffic only: {'; '.join(said)}."] if said else []
 
 

@@ -103,6 +103,14 @@ def test_one_rival_with_further_updates_is_not_all_of_them() -> None:
     )
 
 
+def test_a_default_without_rivals_is_not_held_to_be_above_them() -> None:
+    one_window = [*of("steady", "mixed-replay", 0.4, 0.5), *of("steady", "joint+gate", 0.4, 0.6)]
+    alone = of("steady", "joint+gate:wide", 0.4, 0.6)
+    verdict, said = rows(*STATIC, *one_window, *alone)[BEST]
+    assert verdict == "held beside those that were run"
+    assert "Not run with further updates beside it: one wide adapter; one adapter; one adapter, la" in said
+
+
 def test_domains_that_lost_are_named_and_only_those_of_the_default() -> None:
     worse = of("steady", "joint", 0.4, 0.2, 0.3)
     found = rows(*STATIC, *worse, *of("steady", "joint+gate", 0.4, 0.5, 0.6))

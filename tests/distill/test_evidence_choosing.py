@@ -62,6 +62,11 @@ def test_runs_come_in_the_order_in_which_they_are_named() -> None:
     assert choosing.chosen(["lean", "lean"], [], []) == parts.PARTS["lean"]
 
 
+def test_no_part_at_all_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"--parts names none; there are quick, main"):
+        choosing.chosen([], [], [])
+
+
 def test_quick_has_no_other_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused("--quick", "--parts", "main") == "2"
     assert "leave out --quick or --parts" in capsys.readouterr().err

@@ -128,8 +128,8 @@ def test_what_was_run_with_some_of_the_traffic_only_is_told() -> None:
     runs += [made_up(pattern, name, 0, [0.4, 0.5]) for name, there in some.items() for pattern in there]
     text = missing.part(summary.summary(figures.Runs(runs)))
     assert (
-        "- Run with some of the traffic only: one adapter, mixed replay, with gate and shared and experts in "
-        "turns, with gate (slow drift); joint, with gate (all but slow drift).\n"
+        "- Run with some of the traffic only: one adapter, mixed replay, with gate; shared and experts in "
+        "turns, with gate (with slow drift); joint, with gate (with all but slow drift).\n"
     ) in text
     assert (
         "- With a client that sends rubbish, nothing was run but the static draft and joint, no gate.\n"

@@ -1,16 +1,18 @@
-"""Answers that are sampled, in scripts/evidence.py and the benchmarks that use its workplace."""
+"""Answers that are sampled, in the benchmarks that use the workplace of scripts/evidence.py."""
 
 from __future__ import annotations
 
-import argparse
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from feature_records import a_target
 from scripts_loader import load_script
 
-answers, command = (load_script(f"evidence.{name}") for name in ("answers", "command"))
-feature_answers = load_script("feature_answers")
+answers, benches = (load_script(f"evidence.{name}") for name in ("answers", "benches"))
+feature_answers, strength = load_script("feature_answers"), load_script("bench_strength")
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 TARGET = a_target()
@@ -50,14 +52,31 @@ def test_sampled_and_greedy_answers_are_kept_apart(tmp_path: Path) -> None:
         assert found.temperature == temperature
 
 
-def test_the_settings_of_a_run_tell_a_temperature_and_those_of_greedy_runs_stay_as_they_were() -> None:
-    given = ["--data", "d", "--out", "o"]
-    greedy, drawn = (command.settings(arguments(given, more)) for more in ([], ["--temperature", "1"]))
-    assert "temperature" not in greedy
-    assert drawn == greedy | {"temperature": 1.0}
+def test_a_temperature_that_records_cannot_tell_of_is_refused(tmp_path: Path) -> None:
+    parser = benches.parser("What it does.", samples=True)
+    for wrong in ("1.5", "-1", "nan"):
+        args = parser.parse_args(["--data", "d", "--out", str(tmp_path / "o"), f"--temperature={wrong}"])
+        with pytest.raises(SystemExit, match="between 0 and 1"):
+            benches.workplace(args)
 
 
-def arguments(given: list[str], more: list[str]) -> argparse.Namespace:
-    found = command.arguments([*given, *more])
-    assert isinstance(found, argparse.Namespace)
-    return found
+def test_greedy_and_sampled_runs_of_a_benchmark_are_not_taken_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, made = tmp_path / "strength.json", list[Any]()
+
+    class Workplace:
+        precision = "float32"
+
+        def run(self, *which: Any) -> dict[str, Any]:
+            made.append(which[:3])
+            return {"at_end": {"1.0": [[4, 2, 1, 0]]}}
+
+    monkeypatch.setattr(benches, "workplace", lambda args: Workplace())
+    given = ["bench_strength.py", "--data", "d", "--out", str(out), "--patterns", "steady"]
+    for more in ([], ["--temperature", "1"], [], ["--temperature", "1"], ["--temperature", ".7"]):
+        monkeypatch.setattr("sys.argv", [*given, "--arrangements", "joint", *more])
+        strength.main()
+    assert len(made) == 3
+    runs = json.loads(out.read_text(encoding="utf-8"))["runs"]
+    assert [run.get("temperature") for run in runs] == [None, 1.0, 0.7]

@@ -70,8 +70,8 @@ def test_all_slices_on_a_gpu_take_less_than_a_quarter_of_an_hour() -> None:
         for limit, minutes in re.findall(r"benchmark\" (\d+) .*bench_kernels.*--minutes ([\d.]+)", body):
             assert int(limit) - 60 * float(minutes) >= 60
     assert taken["kernels"] < 8 * 60
-    assert taken["kernels"] + taken["tests"] < 10 * 60  # in one command
-    assert sum(taken.values()) < 14 * 60  # one more passes until a machine has started
+    assert taken["kernels"] + taken["tests"] < 10 * 60  # what has a target, and all tests
+    assert sum(taken.values()) < 14 * 60
     said = re.search(r"add up to (\d+), (\d+) and (\d+) seconds", text)
     assert said is not None
     assert [int(seconds) for seconds in said.groups()] == list(taken.values())

@@ -32,7 +32,7 @@ def is_held_out(record: ReplayRecord) -> bool:
 
 
 def share(prompts: int) -> int:
-    """How many of so many prompts of a domain are held out at least."""
+    """How many of so many prompts of a domain are held out: so many, or one more."""
     return max(0, prompts + EVERY - FIRST) // EVERY
 
 
