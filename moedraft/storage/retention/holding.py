@@ -2,10 +2,9 @@
 
 About one prompt in eight, by a hash of its tokens. By the hash alone a domain of sixteen records has none in
 one case of eight, and the gate would decide on its traffic without seeing it. So where a domain has fewer
-than its share, its next prompt is held out as well, and where it has more, the hash holds out no more: each
-record that is held out is one that nothing is learned from. That is decided once, when a record is stored:
-what was trained on does not become held out, and copies of a prompt stay on one side, in whichever domain,
-while one of them is kept.
+than its share, its next prompt is held out as well. That is decided once, when a record is stored: what was
+trained on does not become held out, and copies of a prompt stay on one side, in whichever domain, while one
+of them is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def is_held_out(record: ReplayRecord) -> bool:
 
 
 def share(prompts: int) -> int:
-    """How many of so many prompts of a domain are held out: so many, or one more."""
+    """How many of so many prompts of a domain are held out at least."""
     return max(0, prompts + EVERY - FIRST) // EVERY
 
 
@@ -50,17 +49,11 @@ def hold_out(connection: Connection, rows: Sequence[dict[str, Any]], records: Se
         if prompt not in decided:
             if domain not in counts:
                 counts[domain] = _counts(connection, domain)
-            decided[prompt] = _decide(record, counts[domain])
-            counts[domain][decided[prompt]] += 1
+            known = counts[domain]
+            behind = record.held_out is None and known[True] < share(known[True] + known[False] + 1)
+            decided[prompt] = behind or is_held_out(record)
+            known[decided[prompt]] += 1
         row["held_out"] = decided[prompt]
-
-
-def _decide(record: ReplayRecord, known: dict[bool, int]) -> bool:
-    """Whether a record with a new prompt is held out. known: prompts of its domain, by whether they are."""
-    if record.held_out is not None:
-        return record.held_out
-    wanted = share(known[True] + known[False] + 1)
-    return known[True] < wanted or (known[True] == wanted and is_held_out(record))
 
 
 def _counts(connection: Connection, domain: str) -> dict[bool, int]:
