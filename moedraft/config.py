@@ -28,7 +28,8 @@ PREFIX = "MOEDRAFT_"
 # where prompts would be shown
 NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
 
-DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # the kinds that `moedraft.kernels.divergence` knows
+# The kinds that `moedraft.kernels.divergence` knows, or which suits the way the answers were decoded.
+DistillKind = Literal["auto", "fkl", "rkl", "jsd", "tvd"]
 # the policies that `moedraft.storage.records.replay` knows
 ReplayPolicy = Literal["fifo", "reservoir", "hardest", "stratified"]
 
@@ -167,7 +168,9 @@ class Settings(BaseSettings):
         16, ge=1, le=256, description="of the target's probabilities, how many are kept per token"
     )
     distill_kind: DistillKind = Field(
-        "fkl", description="what updates lower: forward or reverse KL, Jensen-Shannon or total variation"
+        "auto",
+        description="what updates lower: forward or reverse KL, Jensen-Shannon or total variation; auto: "
+        "forward KL, and with a feature drafter total variation on answers that were sampled",
     )
     gate: Literal["on", "off"] = Field(
         "on",

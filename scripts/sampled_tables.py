@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from evidence.arrangements import ARRANGEMENTS, JOINT, STATIC
 from expert_tables import WAYS, mean, shown
 from markdown_tables import table
+
+from moedraft.distill.joint.plan import JointPlan
+from moedraft.showcase.findings.estimates import change
 
 BESIDE = {
     "experts / static": "experts, × the drafter as it is shipped",
@@ -105,3 +109,38 @@ def factors(found: dict[str, Any]) -> str:
         figures = [ways[way]["static"], *(ways[way]["factors"][name] for name in names)]
         rows.append([words, *(f"{figure:.3f}" for figure in figures)])
     return table(["", "none (as shipped)", *(f"× {name}" for name in names)], rows)
+
+
+def objectives(found: dict[str, Any]) -> str:
+    """How likely a first drafted token is accepted, by what adapters learned by, and tokens per step."""
+    published = str(JointPlan.strength)
+    counts = {run["arrangement"]: run["counts"][published] for run in found["runs"]}
+    rows = []
+    for name in sorted(counts, key=lambda name: (name != STATIC, name != JOINT)):
+        mine = counts[name]
+        tried, first = (sum(row[i] for row in mine) for i in (0, 1))
+        length = 1 + sum(sum(row[1:]) for row in mine) / tried
+        row = [ARRANGEMENTS[name].title, f"{first / tried:.3f}", f"{length:.3f}"]
+        for of in (_first, _all):
+            one = change([of(r) for r in counts[JOINT]], [of(r) for r in mine]).difference
+            row.append("—" if name == JOINT else f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})")
+        rows.append(row)
+    head = ["arrangement", "first drafted token accepted", "tokens per step", "accepted, beside joint by fkl"]
+    head.append("tokens per step, beside it")
+    one = found["runs"][0]
+    note = (
+        f"{len(one['counts'][published])} held-out prompts, answers sampled at temperature "
+        f"{one['temperature']:g}, {one['requests']} requests, one seed, {found['date']}. Drafts of three "
+        "tokens, and no gate. Intervals are 95 %, paired, over the prompts."
+    )
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def _first(row: list[float]) -> tuple[float, float]:
+    """First drafted tokens of a prompt that are accepted, and drafted."""
+    return row[1], row[0]
+
+
+def _all(row: list[float]) -> tuple[float, float]:
+    """Tokens of drafts that are accepted, and drafts."""
+    return sum(row[1:]), row[0]

@@ -261,6 +261,7 @@ SOURCES = {
     "sampled_beside": ("smollm2/sampled.json", sampled_tables.beside),
     "sampled_gate": ("smollm2/sampled_gate.json", sampled_tables.updates),
     "sampled_factors": ("smollm2/sampled_gate.json", sampled_tables.factors),
+    "sampled_objectives": ("smollm2/sampled_objectives.json", sampled_tables.objectives),
     "gate": ("gate.json", gate_tables.rules),
     "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),

@@ -10,7 +10,7 @@ from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.features.record_states import RecordStates, kept_in
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
-from moedraft.distill.joint.plan import JointPlan
+from moedraft.distill.joint.plan import JointPlan, kinds_for
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.watch import Watch
 from moedraft.distill.loop import DistillLoop
@@ -52,7 +52,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
         learning_rate=settings.learning_rate or TEXT_RATE,
         steps=settings.update_steps,
         tokens_per_step=settings.update_tokens,
-        kind=settings.distill_kind,
+        kind=kinds_for(settings.distill_kind)[0],
     )
     return _resumed(DistillLoop(trainer, store, outlet, settings.update_every), settings)
 
@@ -78,10 +78,12 @@ def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
 
 
 def _plan(settings: Settings, rate: float, kept: Kept, strength: float) -> JointPlan:
+    greedy, sampled = kinds_for(settings.distill_kind)
     return JointPlan(
         steps=settings.update_steps,
         learning_rate=settings.learning_rate or rate,
-        kind=settings.distill_kind,
+        kind=greedy,
+        sampled=sampled,
         kept=kept,
         strength=strength,
     )

@@ -221,7 +221,7 @@ def test_a_draft_model_learns_jointly_or_in_turns(
     ("name", "words"),
     [
         ("model_updates", "'joint' or 'turns'"),
-        ("distill_kind", "'fkl', 'rkl', 'jsd' or 'tvd'"),
+        ("distill_kind", "'auto', 'fkl', 'rkl', 'jsd' or 'tvd'"),
         ("replay_policy", "'fifo', 'reservoir', 'hardest' or 'stratified'"),
     ],
 )

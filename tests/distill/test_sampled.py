@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import torch
 from feature_records import CPU, SOME, a_batch, a_draft, a_record, a_target, stir
 from numpy.typing import NDArray
 
+from moedraft.config import DistillKind, load_settings
 from moedraft.core import ReplayRecord
-from moedraft.distill.features.feature_batches import FeatureBatch
+from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, taught_at
+from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.guessing.feature_guesses import guessed
 from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.guessing.text_guesses import guessed_rows, runs
+from moedraft.distill.joint.plan import kinds_for
 from moedraft.distill.text.batches import collate
 
 from random_models import VOCAB
@@ -135,6 +139,46 @@ def test_sampled_answers_count_what_is_expected_to_be_accepted(own: bool) -> Non
     assert np.array_equal(counts[0], counts[0].round())
     assert counts[1] == pytest.approx(expected(student, a_batch(target, draft, [sampled]), sampled, 3))
     assert found.chances[1].numpy() == pytest.approx(counts[1, 0])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("missed", [1.0, 2.0])
+def test_sampled_answers_learn_by_a_divergence_of_their_own(own: bool, missed: float) -> None:
+    target = a_target()
+    draft = a_draft(target, SOME)
+    student = FeatureStudent(draft, "base", rank=4)
+    student.add("code")
+    stir(student)
+    if own:
+        student.use_lists({"code": SOME[3:20]})
+    vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
+    greedy = [a_record(target, i, answer=4 + i) for i in range(2)]
+    sampled = [replace(a_record(target, 5 + i, answer=6 + i), temperature=0.8) for i in range(2)]
+
+    def loss(records: list[ReplayRecord], **kinds: Any) -> tuple[float, torch.Tensor]:
+        batch = a_batch(target, draft, records)
+        found = loss_of(student, batch, vocabulary, steps=1, missed=missed, **kinds)
+        rows = sum(taught_at(batch, 1).counts)
+        parameters = list(student.parameters("code"))
+        gradients = torch.autograd.grad(found, parameters, allow_unused=True)
+        flat = torch.cat([g.flatten() for g in gradients if g is not None])
+        return float(found.detach()) * rows, flat * rows
+
+    mixed = [greedy[0], sampled[0], greedy[1], sampled[1]]
+    found = loss(mixed, kind="fkl", sampled="tvd")
+    parts = loss(greedy, kind="fkl"), loss(sampled, kind="tvd")
+    assert found[0] == pytest.approx(parts[0][0] + parts[1][0], rel=1e-5)
+    assert torch.allclose(found[1], parts[0][1] + parts[1][1], atol=1e-5)
+    assert loss(sampled, kind="fkl", sampled="tvd")[0] == pytest.approx(parts[1][0], rel=1e-6)
+    assert loss(mixed, kind="fkl")[0] != pytest.approx(found[0], rel=1e-2)
+    assert loss(mixed, kind="fkl", sampled="fkl")[0] == loss(mixed, kind="fkl")[0]
+
+
+def test_the_setting_says_what_sampled_answers_learn_by() -> None:
+    assert load_settings().distill_kind == "auto"
+    kinds = {kind: kinds_for(kind) for kind in get_args(DistillKind)}
+    assert kinds.pop("auto") == ("fkl", "tvd")
+    assert kinds == {kind: (kind, kind) for kind in ("fkl", "rkl", "jsd", "tvd")}
 
 
 def test_an_independent_draft_counts_the_same_way() -> None:

@@ -53,6 +53,7 @@ class Taught:
     topk_ids: torch.Tensor  # int64 [N, k]
     topk_logprobs: torch.Tensor  # float32 [N, k]
     tokens: torch.Tensor  # int64 [N]: the token that stands where the guess belongs, as the target's id
+    temperatures: torch.Tensor  # float [N]: at which the answer was sampled; 0: greedy
 
 
 class DraftVocabulary:
@@ -177,4 +178,5 @@ def taught_at(batch: FeatureBatch, step: int) -> Taught:
         topk_ids=batch.topk_ids[real],
         topk_logprobs=batch.topk_logprobs[real],
         tokens=batch.answer_ids[real],
+        temperatures=batch.temperatures[real.nonzero()[:, 0]],
     )

@@ -48,6 +48,7 @@ class FeatureLessons:
                 steps=plan.unrolled,
                 decay=plan.decay,
                 kind=plan.kind,
+                sampled=plan.sampled,
                 emitted=plan.emitted,
                 missed=plan.missed,
             )

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from moedraft.config import DistillKind
 from moedraft.core import ReplayRecord
 from moedraft.distill.features.record_states import States
 from moedraft.distill.lora.adapters import JointAdapters
@@ -30,10 +31,16 @@ class JointPlan:
     emitted: float = 0.0  # weight of the emitted token's own loss, of a feature drafter
     missed: float = 1.0  # weight of places where a feature drafter guesses wrong now
     kind: Kind = "fkl"
+    sampled: Kind | None = None  # of a feature drafter, for answers that were sampled; None: as `kind`
     kept: Kept = MOST  # of an expert that is published
     # Scaling of published adapters; what learns has a scaling of 1 (docs/experiments.md, "How strong adapters
     # are published").
     strength: float = 0.85
+
+
+def kinds_for(setting: DistillKind) -> tuple[Kind, Kind]:
+    """What greedy and sampled answers are learned by (docs/experiments.md, "What sampled answers teach")."""
+    return ("fkl", "tvd") if setting == "auto" else (setting, setting)
 
 
 @dataclass(frozen=True)
