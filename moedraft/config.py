@@ -170,7 +170,7 @@ class Settings(BaseSettings):
     distill_kind: DistillKind = Field(
         "auto",
         description="what updates lower: forward or reverse KL, Jensen-Shannon or total variation; auto: "
-        "forward KL, and with a feature drafter total variation on answers that were sampled",
+        "forward KL, and with a feature drafter Jensen-Shannon on answers that were sampled",
     )
     gate: Literal["on", "off"] = Field(
         "on",

@@ -46,7 +46,7 @@ PARTS: dict[str, list[Job]] = {
         for name in (STATIC, *ONLINE_GATED, GATED)
     ],
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, SERVED)],
-    "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:tvd")],
+    "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd")],
     "interval": [("steady", name) for name in INTERVALS],
     "lean": [("steady", name) for name in (STATIC, JOINT, *LEAN)],
     "data": [("steady", name) for name in DATA],

@@ -177,7 +177,7 @@ def test_sampled_answers_learn_by_a_divergence_of_their_own(own: bool, missed: f
 def test_the_setting_says_what_sampled_answers_learn_by() -> None:
     assert load_settings().distill_kind == "auto"
     kinds = {kind: kinds_for(kind) for kind in get_args(DistillKind)}
-    assert kinds.pop("auto") == ("fkl", "tvd")
+    assert kinds.pop("auto") == ("fkl", "jsd")
     assert kinds == {kind: (kind, kind) for kind in ("fkl", "rkl", "jsd", "tvd")}
 
 

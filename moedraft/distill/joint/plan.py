@@ -40,7 +40,7 @@ class JointPlan:
 
 def kinds_for(setting: DistillKind) -> tuple[Kind, Kind]:
     """What greedy and sampled answers are learned by (docs/experiments.md, "What sampled answers teach")."""
-    return ("fkl", "tvd") if setting == "auto" else (setting, setting)
+    return ("fkl", "jsd") if setting == "auto" else (setting, setting)
 
 
 @dataclass(frozen=True)
