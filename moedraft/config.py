@@ -28,7 +28,7 @@ PREFIX = "MOEDRAFT_"
 # where prompts would be shown
 NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
 
-# The kinds that `moedraft.kernels.divergence` knows, or which suits the way the answers were decoded.
+# The kinds that `moedraft.kernels.divergence` knows; auto: chosen by how an answer was decoded.
 DistillKind = Literal["auto", "fkl", "rkl", "jsd", "tvd"]
 # the policies that `moedraft.storage.records.replay` knows
 ReplayPolicy = Literal["fifo", "reservoir", "hardest", "stratified"]

@@ -22,12 +22,23 @@ from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.guessing.text_guesses import guessed_rows, runs
 from moedraft.distill.joint.plan import kinds_for
 from moedraft.distill.text.batches import collate
+from moedraft.models import LanguageModel
 
 from random_models import VOCAB
 
 
 def whole(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (logits.double() / temperature).softmax(-1)
+
+
+def a_student(target: LanguageModel, own: bool) -> FeatureStudent:
+    """With an expert that changes something. own: whether it guesses from a list of its own."""
+    student = FeatureStudent(a_draft(target, SOME), "base", rank=4)
+    student.add("code")
+    stir(student)
+    if own:
+        student.use_lists({"code": SOME[3:20]})
+    return student
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
@@ -124,12 +135,8 @@ def test_rows_of_several_experts_are_counted_as_each_by_itself() -> None:
 def test_sampled_answers_count_what_is_expected_to_be_accepted(own: bool) -> None:
     """Beside a greedy answer, whose guesses are right or wrong; the reference goes place by place."""
     target = a_target()
-    draft = a_draft(target, SOME)
-    student = FeatureStudent(draft, "base", rank=4)
-    student.add("code")
-    stir(student)
-    if own:
-        student.use_lists({"code": SOME[3:20]})
+    student = a_student(target, own)
+    draft = student.draft
     greedy = a_record(target, 1)
     sampled = replace(a_record(target, 2, answer=7), temperature=0.8)
     batch = a_batch(target, draft, [greedy, sampled])
@@ -145,12 +152,8 @@ def test_sampled_answers_count_what_is_expected_to_be_accepted(own: bool) -> Non
 @pytest.mark.parametrize("missed", [1.0, 2.0])
 def test_sampled_answers_learn_by_a_divergence_of_their_own(own: bool, missed: float) -> None:
     target = a_target()
-    draft = a_draft(target, SOME)
-    student = FeatureStudent(draft, "base", rank=4)
-    student.add("code")
-    stir(student)
-    if own:
-        student.use_lists({"code": SOME[3:20]})
+    student = a_student(target, own)
+    draft = student.draft
     vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
     greedy = [a_record(target, i, answer=4 + i) for i in range(2)]
     sampled = [replace(a_record(target, 5 + i, answer=6 + i), temperature=0.8) for i in range(2)]

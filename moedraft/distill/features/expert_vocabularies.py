@@ -71,10 +71,9 @@ class Vocabularies:
         counts = {name: self._counted(some) for name, some in records.items()}
         together = sum(counts.values(), Counter[int]())
         general, known = ranked(self.general, together), set(self.general.tolist())
-        for name in counts:
-            if records[name]:
-                self._came[name] = remembered(self._came.get(name, Counter()), counts[name])
         for name, some in records.items():
+            if some:
+                self._came[name] = remembered(self._came.get(name, Counter()), counts[name])
             if name != SHARED and some:
                 before = self._lists.get(name, self.general[:0]).tolist()
                 learned = [
