@@ -73,22 +73,31 @@ def answered(
     max_tokens: int,
     rows: int = 48,
     temperature: float = 0.0,
+    topk: int = TOPK,
 ) -> list[ReplayRecord]:
     """Answers in batches of prompts of like length, in the prompts' order; see `answer_batch`."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     found: dict[int, ReplayRecord] = {}
     for first in range(0, len(order), rows):
         chosen = order[first : first + rows]
-        batch = answer_batch(model, [prompts[i] for i in chosen], domain, max_tokens, temperature)
+        batch = answer_batch(model, [prompts[i] for i in chosen], domain, max_tokens, temperature, topk)
         found |= dict(zip(chosen, batch, strict=True))
     return [found[i] for i in range(len(prompts))]
 
 
 @torch.inference_mode()
 def answer_batch(
-    model: LanguageModel, prompts: list[list[int]], domain: str, max_tokens: int, temperature: float = 0.0
+    model: LanguageModel,
+    prompts: list[list[int]],
+    domain: str,
+    max_tokens: int,
+    temperature: float = 0.0,
+    topk: int = TOPK,
 ) -> list[ReplayRecord]:
-    """Greedy answers, or sampled ones, drawn by a seed that is the prompt's own: the same in any batch."""
+    """Greedy answers, or sampled ones, drawn by a seed that is the prompt's own: the same in any batch.
+
+    topk: of the target's probabilities, how many are kept per token.
+    """
     cache, width = model.new_cache(len(prompts)), max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in zip(ids, prompts, strict=True):
@@ -101,7 +110,7 @@ def answer_batch(
     chances = [torch.Generator().manual_seed(int(digest_of(prompt)[:15], 16)) for prompt in prompts]
     for step in range(max_tokens):
         logits = model.forward(cache, 0, last, [start + step for start in starts])[:, -1].float()
-        values, found = logits.log_softmax(-1).topk(TOPK, dim=-1)
+        values, found = logits.log_softmax(-1).topk(topk, dim=-1)
         last = drawn(logits, temperature, chances)
         tokens.append(last)
         top_ids.append(found)

@@ -34,10 +34,14 @@ class Answers:
         folder: Path,
         max_tokens: int,
         temperature: float = 0.0,
+        topk: int = TOPK,
     ) -> None:
-        """states: of a feature drafter; an independent draft model reads none. temperature: 0 is greedy."""
+        """states: of a feature drafter; an independent draft model reads none. temperature: 0 is greedy.
+
+        topk: of the target's probabilities, how many a record keeps per token.
+        """
         self.target, self.states, self.folder, self.max_tokens = target, states, folder, max_tokens
-        self.temperature = temperature
+        self.temperature, self.topk = temperature, topk
         self.on_forward: Callable[[], None] = lambda: None
         self._known: dict[tuple[int, ...], torch.Tensor] = {}  # states by token ids
         self._drafted: dict[tuple[int, ...], ReplayRecord] = {}  # by prompt
@@ -69,7 +73,7 @@ class Answers:
     @torch.no_grad()
     def _labelled(self, record: ReplayRecord) -> ReplayRecord:
         logits = self.target.hf(torch.tensor([record.token_ids], device=self.target.device)).logits[0]
-        values, ids = logits[record.num_prompt_tokens - 1 : -1].log_softmax(-1).topk(TOPK)
+        values, ids = logits[record.num_prompt_tokens - 1 : -1].log_softmax(-1).topk(self.topk)
         return replace(record, topk_ids=ids.tolist(), topk_logprobs=values.tolist())
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
@@ -102,7 +106,8 @@ class Answers:
 
     def _answer(self, prompts: list[list[int]]) -> None:
         print(f"the target answers {len(prompts)} prompts", flush=True)
-        for record in answered(self.target, prompts, "", self.max_tokens, temperature=self.temperature):
+        warm, kept = self.temperature, self.topk
+        for record in answered(self.target, prompts, "", self.max_tokens, temperature=warm, topk=kept):
             self.keep(record)
 
     def _load(self, prompt: list[int]) -> ReplayRecord:
@@ -129,4 +134,5 @@ class Answers:
     def _file(self, prompt: Sequence[int]) -> Path:
         name = digest_of(prompt)[:24]
         drawn = f"-t{self.temperature:g}" if self.temperature else ""
-        return self.folder / f"{name}-{self.max_tokens}{drawn}.safetensors"
+        kept = f"-k{self.topk}" if self.topk != TOPK else ""
+        return self.folder / f"{name}-{self.max_tokens}{drawn}{kept}.safetensors"

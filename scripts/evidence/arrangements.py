@@ -110,6 +110,7 @@ _ALL = (
     Arrangement("one-both", "one adapter, offline then online", OneTrainer, False, True, beforehand=0.5),
     *(Arrangement(f"joint:{kind}", f"joint, {kind}", plan={"kind": kind}) for kind in ("rkl", "jsd", "tvd")),
     Arrangement("mixed-replay:jsd", "one adapter, jsd", OneTrainer, False, True, plan={"kind": "jsd"}),
+    Arrangement("joint+gate:jsd", "joint, with gate, jsd", gate=True, plan={"kind": "jsd"}),
     Arrangement("joint:missed", "joint, fkl, refused guesses count twice", plan={"missed": 2.0}),
     Arrangement("joint:draft-data", "joint, the draft's own answers", data="draft"),
     Arrangement("joint:mixed-data", "joint, answers of both", data="mixed"),

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from feature_answers import TOPK
 
 from evidence.command import DOMAINS, Workplace, arguments
 
@@ -47,4 +48,5 @@ def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
     temperature = vars(args).get("temperature", 0.0)
     if not 0 <= temperature <= 1:  # above 1 a record does not tell how likely a guess is accepted
         raise SystemExit("--temperature is between 0 and 1.")
-    return Workplace(arguments([*map(str, options)]), temperature)
+    given = vars(args).get("topk", TOPK)
+    return Workplace(arguments([*map(str, options)]), temperature, given)

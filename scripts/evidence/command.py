@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from feature_answers import TOPK
 
 from evidence import document, plots
 from evidence.answers import Answers
@@ -101,11 +102,11 @@ def jobs(args: argparse.Namespace) -> list[tuple[int, str, str]]:
 class Workplace:
     """Models, prompts and router, loaded once for all runs."""
 
-    def __init__(self, args: argparse.Namespace, temperature: float = 0.0) -> None:
-        """temperature: of the target's answers; 0 is greedy."""
+    def __init__(self, args: argparse.Namespace, temperature: float = 0.0, topk: int = TOPK) -> None:
+        """Of the target's answers, the temperature, where 0 is greedy, and what is kept of probabilities."""
         self.args = args
         self.plan = Plan(**{name: getattr(args, name) for name in dataclasses.asdict(Plan())})
-        self.bench = _bench(args, self.plan, temperature)
+        self.bench = _bench(args, self.plan, temperature, topk)
         self.domains = [load_domain(args.data, name, args.heldout) for name in args.domains.split(",")]
         self.embedder = Embedder()
         self._routed: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
@@ -172,20 +173,20 @@ class Workplace:
         return self._routed[key]
 
 
-def _bench(args: argparse.Namespace, plan: Plan, temperature: float) -> Bench:
+def _bench(args: argparse.Namespace, plan: Plan, temperature: float, topk: int) -> Bench:
     target = load_model(args.target, "target", dtype=args.dtype)
     precision = str(target.dtype).removeprefix("torch.")
     name = draft_name(load_settings(target=args.target, draft=str(args.draft or "auto")))
     if feature_folder(name) is None:
         draft = load_model(name, "draft", dtype="float32", cpu_fast_paths=False)
         cache = args.cache / f"{Path(args.target).name}-{precision}"
-        answers, strength = Answers(target, None, cache, args.max_tokens, temperature), WHOLE
+        answers, strength = Answers(target, None, cache, args.max_tokens, temperature, topk), WHOLE
         return Bench(target, draft, answers, plan, args.strength or strength)
     base = load_feature_base(Path(name), target, torch.float32)
     states = RecordStates(target, base.hf, 2**28)
     # What is cached depends on both models.
     cache = args.cache / f"{Path(args.target).name}-{precision}-{base.weights_hash()[:12]}"
-    answers = Answers(target, states, cache, args.max_tokens, temperature)
+    answers = Answers(target, states, cache, args.max_tokens, temperature, topk)
     strength = JointPlan.strength
     return Bench(target, base.hf, answers, plan, args.strength or strength, args.own_tokens)
 

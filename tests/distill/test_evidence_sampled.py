@@ -80,3 +80,11 @@ def test_greedy_and_sampled_runs_of_a_benchmark_are_not_taken_for_each_other(
     assert len(made) == 3
     runs = json.loads(out.read_text(encoding="utf-8"))["runs"]
     assert [run.get("temperature") for run in runs] == [None, 1.0, 0.7]
+
+
+def test_records_that_keep_more_of_a_token_have_files_of_their_own(tmp_path: Path) -> None:
+    for topk in (feature_answers.TOPK, 3):
+        kept = answers.Answers(TARGET, None, tmp_path, 8, 1.0, topk)
+        assert not kept._file(PROMPTS[0]).exists()
+        kept._answer(PROMPTS[:1])
+        assert {len(ids) for ids in kept._load(PROMPTS[0]).topk_ids} == {topk}
