@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from evidence import boundaries
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, ONE_ADAPTER, SERVED, STATIC, TAUGHT
 from evidence.streams import ONLY, title_of
 from evidence.words import DASH, difference, listed, number, table
@@ -22,7 +23,7 @@ Whole = dict[str, Any]
 
 
 def parts(whole: Whole) -> list[str]:
-    ways = (single, top_tokens, shift, routed, objectives, data, interval)
+    ways = (single, top_tokens, shift, boundaries.part, routed, objectives, data, interval)
     found = [way(whole) for way in ways]
     shown = [part for part in found if part]
     return ["## The paper's experiments in small", *shown] if shown else []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from evidence import came, growth, tokens
+from evidence import boundaries, came, growth, tokens
 from evidence.arrangements import EQUAL_COST, GATED, JOINT, ONE_ADAPTER, SERVED, SERVED_EQUAL_COST, STATIC
 from evidence.figures import (
     Found,
@@ -95,6 +95,8 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
             "gain_per_minute": 60 * gain["value"] * len(found) / result["cpu_seconds"],
         }
     result |= {"groups": _groups(runs, pattern, name, held), "told": _tokens(found)}
+    if pattern == boundaries.PATTERN:
+        result["boundaries"] = boundaries.of_runs(runs, name)
     return result | _moving(runs, pattern, name, found) | _streamed(found)
 
 
