@@ -7,7 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from evidence import lows
-from evidence.arrangements import ARRANGEMENTS, GATED, LEAN, ONE_ADAPTER, ONLINE, ONLINE_GATED, SERVED
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    GATED,
+    LEAN,
+    ONE_ADAPTER,
+    ONE_WIDE,
+    ONE_WIDE_GATED,
+    ONLINE,
+    ONLINE_GATED,
+    SERVED,
+)
 from evidence.costs import learned, operations
 from evidence.streams import ONLY, heading_of, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
@@ -25,8 +35,8 @@ FORGOTTEN = 0.01  # first guesses that a silent domain may lose
 CHEAP = 0.05  # of the target's operations, that learning may take
 MOVING = ("shift", "one-by-one", "drift", "new-domain")
 # What the default is compared with, with one update for each window and with further ones.
-RIVALS = {GATED: ONLINE, SERVED: ("mixed-replay:wide", "mixed-replay:further")}
-AS_SAFE = {GATED: ONLINE_GATED, SERVED: ()}  # of these, with the gate as well
+RIVALS = {GATED: ONLINE, SERVED: (ONE_WIDE, "mixed-replay:further")}
+AS_SAFE = {GATED: ONLINE_GATED, SERVED: (ONE_WIDE_GATED,)}  # of these, with the gate as well
 # Online arrangements of which there is no form with further updates.
 NEVER_FURTHER = tuple(name for name in ONLINE if name != ONE_ADAPTER)
 HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
@@ -150,7 +160,7 @@ def _beside(found: Sequence[tuple[str, str, Whole]], patterns: int) -> str:
 
 def _others(name: str, rivals: Rivals) -> Sequence[str]:
     """All online arrangements that the default could stand beside."""
-    return (*rivals[name], *(NEVER_FURTHER if name == SERVED else ()))
+    return (*rivals[name], *(NEVER_FURTHER if name == SERVED and rivals is RIVALS else ()))
 
 
 def _not_run(name: str, rivals: Rivals, found: Iterable[tuple[str, str, Whole]]) -> list[str]:

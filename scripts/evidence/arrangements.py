@@ -79,6 +79,7 @@ EQUAL_COST = "joint:equal-cost"
 EQUAL_STEPS = 13
 SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
+ONE_WIDE, ONE_WIDE_GATED = "mixed-replay:wide", "mixed-replay+gate:wide"
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 SERVED_EQUAL_COST = "joint+gate:wide:equal-cost"
 _ALL = (
@@ -130,11 +131,21 @@ _ALL = (
     Arrangement("joint:further", "joint, no gate, further updates", further=2),
     Arrangement("joint+gate:further", "joint, with gate, further updates", gate=True, further=2),
     Arrangement(
-        "mixed-replay:wide",
+        ONE_WIDE,
         "one wide adapter, further updates",
         OneTrainer,
         False,
         True,
+        shared=WIDE,
+        further=2,
+    ),
+    Arrangement(
+        ONE_WIDE_GATED,
+        "one wide adapter, with gate, further updates",
+        OneTrainer,
+        False,
+        True,
+        gate=True,
         shared=WIDE,
         further=2,
     ),
@@ -167,7 +178,8 @@ FURTHER = (
     "mixed-replay:further",
     "joint:further",
     "joint+gate:further",
-    "mixed-replay:wide",
+    ONE_WIDE,
+    ONE_WIDE_GATED,
     "joint:wide",
     SERVED,
 )

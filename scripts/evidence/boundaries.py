@@ -24,7 +24,8 @@ def of_runs(runs: Runs, name: str) -> dict[str, Any]:
     """
     seeds = runs.seeds(PATTERN, STATIC, name)
     pairs = list(zip(runs.of(PATTERN, STATIC, seeds), runs.of(PATTERN, name, seeds), strict=True))
-    if name == STATIC or not pairs or any(len(a["stream"]) != len(b["stream"]) for a, b in pairs):
+    whole = all(len(a["stream"]) == len(b["stream"]) == len(b["domains"]) for a, b in pairs)
+    if name == STATIC or not pairs or not whole:  # what learns beforehand serves nothing
         return {}
     found: dict[str, Any] = {}
     for place in PLACES:
@@ -102,11 +103,11 @@ def part(whole: Whole) -> str:
     head = ("arrangement", "seeds", *PLACES.values(), *domains)
     return (
         "**At the boundaries** of the same streams: first guesses more than the static draft's on the "
-        "requests as they came. In the last window before a boundary one update or more had learned from that "
-        "data set; of the first one after it nothing had been learned, so below zero there means that what was "
-        "learned from others does harm to who comes next. Then each data set's first and last window, without "
-        "intervals. In the paper's figure α falls at each boundary and is back within some hundred "
-        "requests.\n\n" + table(head, rows)
+        "requests as they came. In the last window before a boundary one update or more had learned from "
+        "that data set; of the first one after it nothing had been learned, so below zero there means that "
+        "what was learned from others does harm to who comes next. Then each data set's first and last "
+        "window, without intervals. In the paper's figure α falls at each boundary and is back within some "
+        "hundred requests.\n\n" + table(head, rows)
     )
 
 

@@ -7,16 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from evidence.arrangements import ARRANGEMENTS, GATED, ONE_ADAPTER, ONE_GATED, SERVED, STATIC
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    GATED,
+    ONE_ADAPTER,
+    ONE_GATED,
+    ONE_WIDE,
+    ONE_WIDE_GATED,
+    SERVED,
+    STATIC,
+)
 from evidence.figures import Compared, Found, Rows, Runs, compared_in_json, first_guesses, in_json
 from evidence.streams import ONLY, POISONED, title_of
 from evidence.words import DASH, difference, number, table
 from moedraft.showcase.findings.estimates import change, ratio
 
-ONE_WIDE, UNGATED = "mixed-replay:wide", "joint:wide"
-SHOWN = (STATIC, ONE_ADAPTER, ONE_GATED, GATED, ONE_WIDE, UNGATED, SERVED)
+UNGATED = "joint:wide"
+SHOWN = (STATIC, ONE_ADAPTER, ONE_GATED, GATED, ONE_WIDE, ONE_WIDE_GATED, UNGATED, SERVED)
 # What a row is compared with.
-DEFAULT = {ONE_ADAPTER: GATED, ONE_GATED: GATED, ONE_WIDE: SERVED, UNGATED: SERVED}
+DEFAULT = {
+    **dict.fromkeys((ONE_ADAPTER, ONE_GATED), GATED),
+    **dict.fromkeys((ONE_WIDE, ONE_WIDE_GATED, UNGATED), SERVED),
+}
 ABOUT = (
     "## On the requests as they came\n\nThe figures above are of held-out prompts of all domains, also of "
     "those that have not come yet or come no more. These are of the requests themselves, each guessed by "

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, SERVED, STATIC
+from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, ONE_WIDE, SERVED, STATIC
 from evidence.figures import Runs
 from evidence.streams import title_of
 from moedraft.showcase.findings.picture import BLUE, GREY, INK, ORANGE, STYLE
@@ -18,7 +18,7 @@ from moedraft.showcase.findings.picture import BLUE, GREY, INK, ORANGE, STYLE
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-NARROW, ONE_WIDE = "joint+gate:further", "mixed-replay:wide"
+NARROW = "joint+gate:further"
 LOOK = STYLE | {"font.size": 10, "axes.titlesize": 11, "axes.titlepad": 8}
 COLOURS = {
     STATIC: GREY,

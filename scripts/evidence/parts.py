@@ -10,6 +10,8 @@ from evidence.arrangements import (
     LEAN,
     MAIN,
     ONE_ADAPTER,
+    ONE_WIDE,
+    ONE_WIDE_GATED,
     ONLINE_GATED,
     RESTARTED,
     RESUMED,
@@ -27,8 +29,8 @@ OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
 DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
-FURTHER_EQUAL_COST = (STATIC, "mixed-replay:wide", SERVED, SERVED_EQUAL_COST)
-AS_SERVED = (STATIC, "mixed-replay:wide", SERVED)
+FURTHER_EQUAL_COST = (STATIC, ONE_WIDE, SERVED, SERVED_EQUAL_COST)
+AS_SERVED = (STATIC, ONE_WIDE, ONE_WIDE_GATED, SERVED)
 FURTHER_ON = ("steady", "reworded", "drift", "new-domain")
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
@@ -46,7 +48,7 @@ PARTS: dict[str, list[Job]] = {
         for name in (STATIC, *ONLINE_GATED, GATED)
     ],
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, SERVED)],
-    "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd")],
+    "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],
     "interval": [("steady", name) for name in INTERVALS],
     "lean": [("steady", name) for name in (STATIC, JOINT, *LEAN)],
     "data": [("steady", name) for name in DATA],

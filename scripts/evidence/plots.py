@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from evidence import time_plots
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, SERVED, STATIC
+from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, ONE_WIDE, SERVED, STATIC
 from evidence.figures import (
     Compared,
     Runs,
@@ -22,7 +22,7 @@ from evidence.figures import (
     rows_at,
     share,
 )
-from evidence.looks import COLOURS, NARROW, ONE_WIDE, line, panels
+from evidence.looks import COLOURS, NARROW, line, panels
 from evidence.streams import ONLY
 from moedraft.showcase.findings.picture import GREY
 

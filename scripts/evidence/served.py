@@ -11,6 +11,7 @@ from evidence.arrangements import (
     FURTHER,
     GATED,
     ONE_GATED,
+    ONE_WIDE,
     SERVED,
     SERVED_EQUAL_COST,
     STATIC,
@@ -53,7 +54,7 @@ OLDER = (
     "runs with gate of prompts whose second half is of another domain. All other such runs with gate in this "
     "table were made before the rule."
 )
-ONE_WIDE, NARROW = "mixed-replay:wide", "joint+gate:further"
+NARROW = "joint+gate:further"
 
 
 def patterns(whole: Whole) -> list[str]:

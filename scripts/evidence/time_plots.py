@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot
 
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, SERVED, STATIC
+from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, ONE_WIDE, SERVED, STATIC
 from evidence.figures import (
     Found,
     Runs,
@@ -21,7 +21,7 @@ from evidence.figures import (
     share,
     stream_gain,
 )
-from evidence.looks import COLOURS, LOOK, NARROW, ONE_WIDE, legend, line
+from evidence.looks import COLOURS, LOOK, NARROW, legend, line
 from evidence.streams import title_of
 from moedraft.showcase.findings.picture import GREY
 
