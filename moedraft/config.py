@@ -192,6 +192,13 @@ class Settings(BaseSettings):
         "rarer while updates do not pay (`train_horizon`), or of one domain where adapters learn in turns",
     )
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
+    resampled_answers: int = Field(
+        2,
+        ge=0,
+        le=16,
+        description="of a feature drafter: further answers, sampled, that the trainer's copy of the target "
+        "gives to each prompt that is learned from, in spare time; 0: none",
+    )
     update_tokens: int = Field(
         2048,
         ge=64,

@@ -74,13 +74,16 @@ def answered(
     rows: int = 48,
     temperature: float = 0.0,
     topk: int = TOPK,
+    number: int = 0,
 ) -> list[ReplayRecord]:
     """Answers in batches of prompts of like length, in the prompts' order; see `answer_batch`."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     found: dict[int, ReplayRecord] = {}
     for first in range(0, len(order), rows):
         chosen = order[first : first + rows]
-        batch = answer_batch(model, [prompts[i] for i in chosen], domain, max_tokens, temperature, topk)
+        batch = answer_batch(
+            model, [prompts[i] for i in chosen], domain, max_tokens, temperature, topk, number
+        )
         found |= dict(zip(chosen, batch, strict=True))
     return [found[i] for i in range(len(prompts))]
 
@@ -93,10 +96,11 @@ def answer_batch(
     max_tokens: int,
     temperature: float = 0.0,
     topk: int = TOPK,
+    number: int = 0,
 ) -> list[ReplayRecord]:
     """Greedy answers, or sampled ones, drawn by a seed that is the prompt's own: the same in any batch.
 
-    topk: of the target's probabilities, how many are kept per token.
+    topk: of the target's probabilities, how many are kept per token. number: of several sampled answers.
     """
     cache, width = model.new_cache(len(prompts)), max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -107,7 +111,7 @@ def answer_batch(
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
     tokens, top_ids, top_logprobs = [], [], []
     ended = torch.zeros(len(prompts), dtype=torch.bool)
-    chances = [torch.Generator().manual_seed(int(digest_of(prompt)[:15], 16)) for prompt in prompts]
+    chances = [torch.Generator().manual_seed(int(digest_of(prompt)[:15], 16) + number) for prompt in prompts]
     for step in range(max_tokens):
         logits = model.forward(cache, 0, last, [start + step for start in starts])[:, -1].float()
         values, found = logits.log_softmax(-1).topk(topk, dim=-1)

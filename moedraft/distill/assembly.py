@@ -18,6 +18,7 @@ from moedraft.distill.lora.ranks import LEADING, MOST, Kept
 from moedraft.distill.measuring.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.outlet import HomeOutlet, Outlet
+from moedraft.distill.resampling.further import FurtherAnswers
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
@@ -74,7 +75,10 @@ def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
     kept = kept_in(store.replay, student.base_hash) if settings.states_bytes else None
     states = RecordStates(target, base.hf, kept=kept)
     plan = _plan(settings, JointPlan.learning_rate, MOST, JointPlan.strength)
-    return kind(FeatureLessons(student, states), store, plan, target.eos_token_ids)
+    tries = kind is not JointTrainer  # whether an expert pays at all, which is to be told soon
+    count = 0 if tries else settings.resampled_answers
+    further = FurtherAnswers(target, count) if count else None
+    return kind(FeatureLessons(student, states), store, plan, target.eos_token_ids, further)
 
 
 def _plan(settings: Settings, rate: float, kept: Kept, strength: float) -> JointPlan:

@@ -35,13 +35,15 @@ class Answers:
         max_tokens: int,
         temperature: float = 0.0,
         topk: int = TOPK,
+        number: int = 0,
     ) -> None:
         """states: of a feature drafter; an independent draft model reads none. temperature: 0 is greedy.
 
-        topk: of the target's probabilities, how many a record keeps per token.
+        topk: of the target's probabilities, how many a record keeps per token. number: of several sampled
+        answers to each prompt.
         """
         self.target, self.states, self.folder, self.max_tokens = target, states, folder, max_tokens
-        self.temperature, self.topk = temperature, topk
+        self.temperature, self.topk, self.number = temperature, topk, number
         self.on_forward: Callable[[], None] = lambda: None
         self._known: dict[tuple[int, ...], torch.Tensor] = {}  # states by token ids
         self._drafted: dict[tuple[int, ...], ReplayRecord] = {}  # by prompt
@@ -49,11 +51,7 @@ class Answers:
 
     def records(self, queries: Sequence[Query]) -> list[ReplayRecord]:
         """The records in the queries' order; `domain` and `expert` are the true domain."""
-        prompts = [asked(self.target.tokenizer, query.prompt) for query in queries]
-        missing = list({tuple(p): p for p in prompts if not self._file(p).exists()}.values())
-        for first in range(0, len(missing), TOGETHER):
-            self._answer(missing[first : first + TOGETHER])
-        found = [self._load(prompt) for prompt in prompts]
+        found = self.to([asked(self.target.tokenizer, query.prompt) for query in queries])
         return [
             replace(one, domain=q.domain, expert=q.domain, source=q.source, pinned=bool(q.pinned))
             for one, q in zip(found, queries, strict=True)
@@ -85,8 +83,19 @@ class Answers:
             self._known[tuple(one.token_ids)] = states
         return [self._known[tuple(one.token_ids)] for one in records]
 
+    def know(self, other: Answers) -> None:
+        """Have the states of answers that another one has read."""
+        self._known.update(other._known)
+
     def forget(self) -> None:
         """Do nothing: no record of these homes is ever purged."""
+
+    def to(self, prompts: Sequence[list[int]]) -> list[ReplayRecord]:
+        """The records of prompts that are given as tokens, under no domain."""
+        missing = list({tuple(p): p for p in prompts if not self._file(p).exists()}.values())
+        for first in range(0, len(missing), TOGETHER):
+            self._answer(missing[first : first + TOGETHER])
+        return [self._load(prompt) for prompt in prompts]
 
     def keep(self, record: ReplayRecord) -> None:
         """Write the file of this answer, with its states."""
@@ -106,8 +115,8 @@ class Answers:
 
     def _answer(self, prompts: list[list[int]]) -> None:
         print(f"the target answers {len(prompts)} prompts", flush=True)
-        warm, kept = self.temperature, self.topk
-        for record in answered(self.target, prompts, "", self.max_tokens, temperature=warm, topk=kept):
+        how = self.temperature, self.topk, self.number
+        for record in answered(self.target, prompts, "", self.max_tokens, TOGETHER, *how):
             self.keep(record)
 
     def _load(self, prompt: list[int]) -> ReplayRecord:
@@ -135,4 +144,5 @@ class Answers:
         name = digest_of(prompt)[:24]
         drawn = f"-t{self.temperature:g}" if self.temperature else ""
         kept = f"-k{self.topk}" if self.topk != TOPK else ""
-        return self.folder / f"{name}-{self.max_tokens}{drawn}{kept}.safetensors"
+        again = f"-n{self.number}" if self.number else ""
+        return self.folder / f"{name}-{self.max_tokens}{drawn}{kept}{again}.safetensors"

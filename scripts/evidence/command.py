@@ -20,11 +20,12 @@ from evidence.answers import Answers
 from evidence.arrangements import ARRANGEMENTS, Arrangement
 from evidence.choosing import chosen
 from evidence.figures import Runs
+from evidence.further import KeptFurther
 from evidence.parts import PARTS, QUICK
 from evidence.prompts import Domain, Query, load_domain, reworded
 from evidence.running import AtEnd, Bench, Plan, Served, run
 from evidence.streams import ONLY, Traffic, traffic
-from moedraft.config import load_settings
+from moedraft.config import Settings, load_settings
 from moedraft.distill.assembly import WHOLE
 from moedraft.distill.features.expert_vocabularies import OWN_TOKENS
 from moedraft.distill.features.record_states import RecordStates
@@ -36,6 +37,7 @@ from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
+RESAMPLED: int = Settings.model_fields["resampled_answers"].default
 BEFORE_TOKENS = 4096  # of an expert's list, in runs that do not tell it
 
 
@@ -65,6 +67,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strength", type=float, help=strengths)
     lists = "of an expert's list, with a feature drafter; default: as a trainer chooses"
     parser.add_argument("--own-tokens", type=int, default=OWN_TOKENS, help=lists)
+    again = "further answers to a prompt that are learned from, with a feature drafter; default: as a trainer"
+    parser.add_argument("--resampled", type=int, default=RESAMPLED, help=again)
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=160, help="of a run")
     parser.add_argument("--heldout", type=int, default=40, help="prompts a domain to measure with")
@@ -79,6 +83,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--strength is above 0 and at most 1.")
     if args.own_tokens < 1:
         parser.error("--own-tokens is 1 at least.")
+    if args.resampled < 0:
+        parser.error("--resampled is 0 at least.")
     args.doc = args.doc or args.out / "evidence.md"
     if args.quick:
         if args.parts != usual:
@@ -188,7 +194,8 @@ def _bench(args: argparse.Namespace, plan: Plan, temperature: float, topk: int) 
     cache = args.cache / f"{Path(args.target).name}-{precision}-{base.weights_hash()[:12]}"
     answers = Answers(target, states, cache, args.max_tokens, temperature, topk)
     strength = JointPlan.strength
-    return Bench(target, base.hf, answers, plan, args.strength or strength, args.own_tokens)
+    further = KeptFurther(answers, args.resampled) if args.resampled else None
+    return Bench(target, base.hf, answers, plan, args.strength or strength, args.own_tokens, further)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -234,6 +241,7 @@ def run_all(args: argparse.Namespace) -> None:
         check_precision(args.out, pattern, workplace.precision)
         check_strength(args.out, pattern, workplace.strength)
         check_lists(args.out, pattern, args.own_tokens)
+        check_resampled(args.out, pattern, args.resampled)
         began = time.monotonic()
         found = workplace.run(pattern, arrangement, seed)
         made = {
@@ -285,6 +293,18 @@ def check_lists(out: Path, pattern: str, own_tokens: int) -> None:
             raise SystemExit(
                 f"evidence.py: {file} was made with experts' lists of {other} tokens, and this run has "
                 f"{own_tokens}; give --own-tokens {other}, or name another --out."
+            )
+
+
+def check_resampled(out: Path, pattern: str, count: int) -> None:
+    """Exits where runs of the same pattern of traffic learned from more or fewer further answers."""
+    for file, found in others(out, pattern):
+        other = found.get("resampled", 0)  # older runs tell none
+        has_any = found["updates"] and found["settings"]["target"] != "mini"
+        if has_any and other != count:
+            raise SystemExit(
+                f"evidence.py: {file} learned from {other} further answers to a prompt, and this run would "
+                f"from {count}; give --resampled {other}, or name another --out."
             )
 
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from evidence import tokens
 from evidence.answers import TARGET, Answers
 from evidence.arrangements import Arrangement
+from evidence.further import KeptFurther
 from evidence.streams import Traffic
 from moedraft.core import SHARED, Domain, ReplayRecord, UpdateRecord
 from moedraft.distill.assembly import TEXT_RATE, WHOLE
@@ -72,6 +73,7 @@ class Bench:
     plan: Plan
     strength: float = WHOLE  # with which adapters are published, see `JointPlan`
     own_tokens: int = OWN_TOKENS  # of an expert's list, of a feature drafter
+    further: KeptFurther | None = None  # further answers to the requests
     untrained: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # counts, by token ids
 
     def lessons(self, rank: int, shared_rank: int) -> Lessons:
@@ -101,7 +103,8 @@ class Run:
             arrangement.alone
         ):  # in a line of separate experts the shared adapter stays zero, as small as can be
             shared = 1 if arrangement.experts else rank
-        self.trainer = kind(bench.lessons(rank, shared), store, given, bench.target.eos_token_ids)
+        ends, lessons = bench.target.eos_token_ids, bench.lessons(rank, shared)
+        self.trainer = kind(lessons, store, given, ends, bench.further)
         self.trainer.vocabularies.size = min(bench.own_tokens, self.trainer.vocabularies.size)
         self.base = self.trainer.student.base_hash
         self.trainer.seed = 1000 * seed
@@ -233,6 +236,7 @@ def run(
         one = Run(bench, arrangement, store, seed)
         found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
         found["strength"] = one.trainer.plan.strength
+        found["resampled"] = len(bench.further.more) if bench.further else 0
         found["own_tokens"] = bench.own_tokens if one.trainer.student.has_lists else None
         known = round(len(served) * arrangement.beforehand)
         before = one.tokens(held) if tell_tokens else None

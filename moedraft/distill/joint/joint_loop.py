@@ -76,8 +76,8 @@ class JointLoop(DistillLoop):
     def _forget_records(self) -> None:
         super()._forget_records()
         self.interval.barren = 0
-        self.trainer.lessons.states.forget()
-        self.trainer.vocabularies.forget()
+        for kept in (self.trainer.lessons.states, self.trainer.further, self.trainer.vocabularies):
+            kept.forget()
         if self.memory is not None:
             self.memory.remove()
 

@@ -25,6 +25,7 @@ from moedraft.distill.averages import AveragingAdamW, averaged, weakened
 from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
+from moedraft.distill.resampling.further import Further, NoFurther, one_of
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct
 from moedraft.drafting.experts.adapter import scaling
 from moedraft.feature.vocabulary import union
@@ -66,11 +67,12 @@ class JointTrainer:
         store: Store,
         plan: JointPlan | None = None,
         always: Collection[int] = (),
+        further: Further | None = None,
     ) -> None:
-        """always: tokens that every expert's vocabulary holds, such as those that end an answer."""
+        """always: tokens that every expert's vocabulary holds. further: None: no further answers."""
         self.lessons, self.student = lessons, lessons.student
         self.registry, self.replay, self.adapters = store.registry, store.replay, store.adapters
-        self.plan = plan or JointPlan()
+        self.plan, self.further = plan or JointPlan(), further or NoFurther()
         student = self.student
         self.vocabularies = Vocabularies(student.general, student.vocab_size, always, own=student.has_lists)
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
@@ -98,6 +100,7 @@ class JointTrainer:
         try:
             for name in (SHARED, *names):
                 self._follow(name)
+            self.further.prepare(drawn.train, lambda: say(0, None))
             self._choose_vocabularies(drawn.train)
             with self.averaged():
                 before = self.measure(drawn.held_out, lambda: say(0, None))
@@ -203,7 +206,7 @@ class JointTrainer:
         """A list of tokens for each expert among these records; the student drafts all of them."""
         by_domain: dict[str, list[ReplayRecord]] = {}
         for record in records:
-            by_domain.setdefault(record.domain, []).append(record)
+            by_domain.setdefault(record.domain, []).extend([record, *self.further.of(record)])
         self.vocabularies.choose(by_domain)
         self._widen()
         found = {name: self.vocabularies.of(name) for name in by_domain if name != SHARED}
@@ -220,11 +223,12 @@ class JointTrainer:
 
     def _train(self, drawn: Drawn, steps: int, on_step: OnStep) -> tuple[float, Counter[str]]:
         """The mean loss, and how many different records taught each adapter. Raises FloatingPointError."""
-        total, done = 0.0, 0
+        total, done, rng = 0.0, 0, random.Random(self.seed)
         used: dict[tuple[int, ...], str] = {}
         for number, chosen in enumerate(self.batches(drawn, steps)):
             owners = [self._taught(record) for record in chosen]
-            loss = self._step(chosen, owners, 1 - (1 - LAST_RATE) * number / steps)
+            texts = [one_of(record, self.further, rng) for record in chosen]
+            loss = self._step(texts, owners, 1 - (1 - LAST_RATE) * number / steps)
             for record, owner in zip(chosen, owners, strict=True):
                 key = tuple(record.token_ids)
                 used[key] = used.get(key, owner) if owner == SHARED else owner

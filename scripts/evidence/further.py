@@ -1,0 +1,50 @@
+"""Further answers to the requests, as a trainer has them drawn, each computed once and kept in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from evidence.answers import Answers
+from moedraft.core import ReplayRecord
+from moedraft.distill.resampling.further import WARM, warmths
+
+
+class KeptFurther:
+    """See `moedraft.distill.resampling.further.Further`."""
+
+    def __init__(self, answers: Answers, count: int) -> None:
+        """answers: those that are served. count: further answers to each prompt."""
+        self.served = answers
+        self.more = [
+            Answers(
+                answers.target,
+                answers.states,
+                answers.folder,
+                answers.max_tokens,
+                warmth,
+                answers.topk,
+                # Answers that are sampled are served themselves: another draw than theirs.
+                i // len(WARM) if not answers.temperature else i + 1,
+            )
+            for i, warmth in enumerate(warmths(answers.temperature, count))
+        ]
+        self._found: dict[tuple[int, ...], list[ReplayRecord]] = {}  # by prompt
+
+    def prepare(self, records: Sequence[ReplayRecord], on_token: Callable[[], None]) -> None:
+        """See `Further`."""
+        prompts = {tuple(one.token_ids[: one.num_prompt_tokens]) for one in records} - self._found.keys()
+        each = [one.to([list(prompt) for prompt in prompts]) for one in self.more]
+        for prompt, *found in zip(prompts, *each, strict=True):
+            self._found[prompt] = found
+        for one in self.more:
+            self.served.know(one)
+
+    def of(self, record: ReplayRecord) -> Sequence[ReplayRecord]:
+        """See `Further`."""
+        parts = "token_ids", "topk_ids", "topk_logprobs"
+        found = self._found.get(tuple(record.token_ids[: record.num_prompt_tokens]), [])
+        return [replace(record, id=0, **{part: getattr(one, part) for part in parts}) for one in found]
+
+    def forget(self) -> None:
+        """Do nothing: no record of these homes is ever purged."""
