@@ -18,6 +18,7 @@ import expert_tables
 import feature_tables
 import gate_tables
 import kernel_tables
+import resampled_tables
 import sampled_tables
 import selection_tables
 import step_tables
@@ -257,6 +258,7 @@ SOURCES = {
     "strength": ("strength.json", expert_tables.strength),
     "records": ("records.json", expert_tables.records),
     "lists": ("lists.json", expert_tables.lists),
+    "resampled": ("resampled.json", resampled_tables.resampled),
     "sampled": ("smollm2/sampled.json", sampled_tables.sampled),
     "sampled_beside": ("smollm2/sampled.json", sampled_tables.beside),
     "sampled_gate": ("smollm2/sampled_gate.json", sampled_tables.updates),
