@@ -33,7 +33,7 @@ def kept(run: Run, which: Mapping[str, Any]) -> dict[str, Any]:
 def reused(folder: Path | None, which: Mapping[str, Any]) -> Run | None:
     """A run of the evidence with the same settings, if there is one."""
     for file in sorted((folder / "runs").glob("*.json")) if folder else ():
-        run = json.loads(file.read_text(encoding="utf-8"))
+        run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         found = {key: run[key] for key in ("pattern", "arrangement", "seed")}
         found |= {"requests": run["settings"]["requests"], "resampled": run.get("resampled", 0)}
         found |= {"target": Path(run["settings"]["target"]).name, "dtype": run.get("precision", "")}

@@ -26,7 +26,7 @@ def resampled(found: dict[str, Any]) -> str:
             if pairs:
                 cells = [title_of(pattern), ARRANGEMENTS[name].title, str(count), str(len(pairs))]
                 rows.append(cells + [_beside(pairs, place) for place in WHERE])
-    head = ("traffic", "arrangement", "further answers to a prompt", "seeds", *WHERE.values())
+    head = ["traffic", "arrangement", "further answers to a prompt", "seeds", *WHERE.values()]
     return f"{table(head, rows)}\n\n{note(found)}"
 
 
