@@ -53,9 +53,15 @@ def summary(runs: Runs) -> dict[str, Any]:
             for pattern in patterns
         },
         "strengths": sorted({run.get("strength", WHOLE) for run in every if run["updates"]}),
+        "resampled": {pattern: _resampled(every, pattern) for pattern in patterns},
         "router": {pattern: routed_right(runs, pattern) for pattern in patterns},
         "patterns": patterns,
     }
+
+
+def _resampled(every: Sequence[Found], pattern: str) -> list[int]:
+    """Further answers to a prompt that the runs of this pattern learned from; older runs tell none."""
+    return sorted({run.get("resampled", 0) for run in every if run["pattern"] == pattern and run["updates"]})
 
 
 def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:

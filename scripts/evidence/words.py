@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from evidence.streams import title_of
 
 MODELS = {
     "smollm2": "SmolLM2 with the feature drafter that is shipped",
@@ -78,7 +80,8 @@ EQUAL_WEIGHTS = """\
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
   [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic;
   whole in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all
-  others.{strength}"""
+  others.{strength}
+- **Further answers**: {further}"""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
@@ -89,13 +92,29 @@ FULL_STRENGTH = """ Adapters are published
   drafter [a little weaker](experiments.md#how-strong-adapters-are-published)."""
 
 
-def method(target: str, strengths: Sequence[float]) -> str:
-    """strengths: with which the runs' adapters were published."""
+FURTHER = "a trainer learns from [further answers](experiments.md#further-answers) to each prompt as well. "
+
+
+def further_answers(resampled: Mapping[str, Sequence[int]]) -> str:
+    """What all that learns in these runs learns from. resampled: further answers to a prompt, by traffic."""
+    with_them = {pattern: max(counts) for pattern, counts in resampled.items() if counts and max(counts)}
+    if not with_them:
+        return f"{FURTHER}In these runs nothing does."
+    counts = sorted(set(with_them.values()))
+    said = f"{FURTHER}With {listed(map(title_of, with_them))} all that learns here does, from "
+    said += f"{listed(map(str, counts))} of them; "
+    without = [title_of(pattern) for pattern in resampled if pattern not in with_them]
+    return said + (f"with {listed(without)} nothing does." if without else "there is no other traffic.")
+
+
+def method(target: str, strengths: Sequence[float], resampled: Mapping[str, Sequence[int]]) -> str:
+    """strengths: with which the runs' adapters were published. resampled: see `further_answers`."""
     if target == "mini":
         return METHOD_TEXT.format(weights=UNEQUAL_WEIGHTS)
     found = listed(f"{one:g}" for one in strengths)
     said = FULL_STRENGTH if [*strengths] == [1.0] else f" Adapters are published at a strength of {found}."
-    return METHOD_TEXT.format(weights=EQUAL_WEIGHTS.format(strength=said))
+    weights = EQUAL_WEIGHTS.format(strength=said, further=further_answers(resampled))
+    return METHOD_TEXT.format(weights=weights)
 
 
 COMMANDS = """## Run it again
@@ -105,20 +124,20 @@ stopped goes on where it was. So all commands but the second make what is missin
 with another `--out` all of it anew. Without `--doc` the page is `evidence.md` in the folder `--out`.{times}
 
     python scripts/evidence.py --data ../shared/data --out results/evidence --strength 1 \\
-        --own-tokens 4096 --doc docs/evidence.md
+        --own-tokens 4096 --resampled 0 --doc docs/evidence.md
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini \\
         --doc docs/evidence-mini.md
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
         --doc docs/evidence-served.md --parts served
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --strength 1 --own-tokens 4096 --doc docs/evidence-turns.md \\
+        --strength 1 --own-tokens 4096 --resampled 0 --doc docs/evidence-turns.md \\
         --parts main,gated,further,poison --arrangements \\
         static,mixed-replay,mixed-replay+gate,joint+gate,mixed-replay:wide,joint:wide,joint+gate:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --strength 1 --own-tokens 4096 --doc docs/evidence-turns.md --parts lean,restart
+        --strength 1 --own-tokens 4096 --resampled 0 --doc docs/evidence-turns.md --parts lean,restart
     python scripts/evidence.py --data ../shared/data --out results/evidence-long --dtype float32 \\
-        --strength 1 --own-tokens 4096 --doc docs/evidence-long.md \\
+        --strength 1 --own-tokens 4096 --resampled 0 --doc docs/evidence-long.md \\
         --parts main,equal-cost --patterns steady --requests 960 --measured 10 --seeds 2 \\
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 

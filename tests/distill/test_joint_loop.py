@@ -55,6 +55,7 @@ class FakeJoint:
     last: int = 7  # the newest record that an update knows of
     lessons: FakeLessons = field(default_factory=FakeLessons)
     vocabularies: FakeVocabularies = field(default_factory=FakeVocabularies)
+    further: FakeStates = field(default_factory=FakeStates)
     live: list[tuple[str, int]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
@@ -317,3 +318,4 @@ def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:
     assert loop.trainer.forgotten == [SHARED, "code", "prose"]  # type: ignore[attr-defined]
     assert loop.trainer.lessons.states.dropped == 1  # type: ignore[attr-defined]
     assert loop.trainer.vocabularies.dropped == 1  # type: ignore[attr-defined]
+    assert loop.trainer.further.dropped == 1  # type: ignore[attr-defined]
