@@ -63,6 +63,7 @@ class TimedKeeper(StateKeeper):
 
 def settings_of(args: argparse.Namespace, home: Path, way: str) -> Settings:
     options = {"threads": args.threads, "max_batch_size": args.batch, "update_steps": args.steps}
+    options["resampled_answers"] = 0  # for these the target runs either way
     return load_settings(home=home, target=args.target, features=way, gate="off", **options)
 
 

@@ -63,7 +63,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
         shutil.copytree(args.home, home)
-        settings = load_settings(home=home, target=args.target).model_copy(update={"features": "keep"})
+        changes = {"features": "keep", "resampled_answers": 0}
+        settings = load_settings(home=home, target=args.target).model_copy(update=changes)
         last = answer_more(settings)
         found = {
             name: one for plan in PLANS for name, one in measured(settings, plan, last, args.seconds).items()

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from evidence.answers import Answers
 from moedraft.core import ReplayRecord
-from moedraft.distill.resampling.further import WARM, warmths
+from moedraft.distill.resampling.further import LEAST, WARM, warmths
 
 
 class KeptFurther:
     """See `moedraft.distill.resampling.further.Further`."""
 
-    def __init__(self, answers: Answers, count: int) -> None:
-        """answers: those that are served. count: further answers to each prompt."""
+    def __init__(self, answers: Answers, wanted: int) -> None:
+        """answers: those that are served. wanted: further answers to each prompt."""
         self.served = answers
         self.more = [
             Answers(
@@ -27,7 +27,7 @@ class KeptFurther:
                 # Answers that are sampled are served themselves: another draw than theirs.
                 i // len(WARM) if not answers.temperature else i + 1,
             )
-            for i, warmth in enumerate(warmths(answers.temperature, count))
+            for i, warmth in enumerate(warmths(answers.temperature, wanted))
         ]
         self._found: dict[tuple[int, ...], list[ReplayRecord]] = {}  # by prompt
 
@@ -36,15 +36,22 @@ class KeptFurther:
         prompts = {tuple(one.token_ids[: one.num_prompt_tokens]) for one in records} - self._found.keys()
         each = [one.to([list(prompt) for prompt in prompts]) for one in self.more]
         for prompt, *found in zip(prompts, *each, strict=True):
-            self._found[prompt] = found
+            self._found[prompt] = [one for one in found if len(one.topk_ids) >= LEAST]
         for one in self.more:
             self.served.know(one)
 
-    def of(self, record: ReplayRecord) -> Sequence[ReplayRecord]:
+    def count(self, record: ReplayRecord) -> int:
+        """See `Further`."""
+        return len(self._of(record))
+
+    def get(self, record: ReplayRecord, number: int) -> ReplayRecord:
         """See `Further`."""
         parts = "token_ids", "topk_ids", "topk_logprobs"
-        found = self._found.get(tuple(record.token_ids[: record.num_prompt_tokens]), [])
-        return [replace(record, id=0, **{part: getattr(one, part) for part in parts}) for one in found]
+        one = self._of(record)[number]
+        return replace(record, id=0, **{part: getattr(one, part) for part in parts})
+
+    def _of(self, record: ReplayRecord) -> Sequence[ReplayRecord]:
+        return self._found.get(tuple(record.token_ids[: record.num_prompt_tokens]), ())
 
     def forget(self) -> None:
         """Do nothing: no record of these homes is ever purged."""

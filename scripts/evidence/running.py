@@ -231,6 +231,8 @@ def run(
     """
     torch.manual_seed(seed)
     records = bench.answers.records(traffic.queries)
+    if bench.further:
+        bench.further.prepare(records, lambda: None)
     served = [Served(record, name) for record, name in zip(records, routed, strict=True)]
     with new_home(traffic.registered) as store:
         one = Run(bench, arrangement, store, seed)

@@ -25,7 +25,7 @@ running, streams, prompts, answers = (
     load_script(f"evidence.{name}") for name in ("running", "streams", "prompts", "answers")
 )
 arrangements, figures = (load_script(f"evidence.{name}") for name in ("arrangements", "figures"))
-list_of = load_script("evidence.tokens").list_of
+list_of, further = load_script("evidence.tokens").list_of, load_script("evidence.further")
 ARRANGEMENTS = arrangements.ARRANGEMENTS
 
 NAMES = ("code", "law", "prose")
@@ -182,7 +182,7 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
         counted = Counter(one["decision"] for one in update["outcomes"])
         assert update["decisions"] == counted
     # As many of the further updates as the gate allows.
-    if name.startswith(("joint+gate:further", "joint+gate:wide")):
+    if name.startswith(("joint+gate:further", "joint+gate:wide", "mixed-replay+gate:wide")):
         assert 4 <= len(found["updates"]) <= 12
     else:
         assert len(found["updates"]) == expected.get(name, 4)
@@ -396,7 +396,7 @@ def test_answers_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     draft, asked = a_draft(target, SOME), []
 
     def answered(
-        model: Any, wanted: list[list[int]], name: str, longest: int, temperature: float
+        model: Any, wanted: list[list[int]], name: str, longest: int, *how: float
     ) -> list[ReplayRecord]:
         asked.append(len(wanted))
         return [a_record(target, seed) for seed in range(len(wanted))]
@@ -413,3 +413,36 @@ def test_answers_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked == [3]
     assert [record.domain for record in again] == ["law"] * 4
     assert all(torch.equal(a, b) for a, b in zip(states, second.of(again), strict=True))
+
+
+def test_further_answers_are_computed_once_and_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is the draw of its own temperature or number, kept in a file of its own."""
+    target = a_target()
+    draft, asked = a_draft(target, SOME), list[tuple[float, ...]]()
+
+    def answered(model: Any, wanted: list[list[int]], name: str, longest: int, *how: float) -> Any:
+        asked.append(how)
+        seed = int(100 * how[1]) + int(how[3])
+        records = [a_record(target, seed, answer=4, topk=8) for _ in wanted]
+        return [
+            replace(r, token_ids=[*ids, *r.token_ids[6:]]) for r, ids in zip(records, wanted, strict=True)
+        ]
+
+    monkeypatch.setattr(answers, "answered", answered)
+    states = RecordStates(target, draft)
+    record = a_record(target, 0)
+    for _ in range(2):
+        served = answers.Answers(target, states, tmp_path, 5)
+        kept = further.KeptFurther(served, 3)
+        kept.prepare([record, record], lambda: None)
+        assert kept.count(record) == 3
+        more = [kept.get(record, number) for number in range(3)]
+        assert len({tuple(one.token_ids) for one in more}) == 3
+        assert all(one.token_ids[:6] == record.token_ids[:6] and one.domain == "code" for one in more)
+        before = states.tokens_read
+        assert [len(one) for one in served.of(more)] == [10, 10, 10]
+        assert states.tokens_read == before, "their files hold the states"
+    assert [(how[1], how[3]) for how in asked] == [(1.0, 0), (0.7, 0), (1.0, 1)]
+    assert kept.count(a_record(target, 1)) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,11 @@ def chance(seed: int = 0) -> torch.Generator:
 
 
 def found(target: LanguageModel, asked: Sequence[Asked], seed: int = 0) -> dict[Asked, Resampled]:
-    return dict(answers(target, asked, chance(seed)))
+    return {asked[number]: answer for number, answer in answers(target, asked, chance(seed))}
+
+
+def of(kept: FurtherAnswers, record: ReplayRecord) -> list[ReplayRecord]:
+    return [kept.get(record, number) for number in range(kept.count(record))]
 
 
 # -- the answers ------------------------------------------------------------------------------------
@@ -96,43 +100,81 @@ def test_an_answer_ends_with_the_token_that_ends_it_and_within_the_context() -> 
 
 
 def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "TOKENS", 60)
+    monkeypatch.setattr(drawing, "READ", 32)
     asked = [Asked((1,) * n, 4, 1.0, 2) for n in (1, 3, 5, 8, 20, 90)]
-    sizes = [[len(one.prompt) for one in batch] for batch in drawing._batches(asked)]
-    assert sizes == [[1, 3, 5, 8], [20], [90]]
+    assert drawing._batches(range(6), asked) == [[0, 1, 2, 3], [4], [5]]
     many = [Asked((1,), 1, 1.0, 2)] * (drawing.ROWS + 1)
-    assert [len(batch) for batch in drawing._batches(many)] == [drawing.ROWS, 1]
+    assert [len(batch) for batch in drawing._batches(range(len(many)), many)] == [drawing.ROWS, 1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_long_prompt_is_read_in_parts_with_a_heartbeat(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, beats = random_model(kind, seed=1), list[int]()
+    asked = [Asked(tuple(i % VOCAB for i in range(70)), 4, COLD, 3)]
+    whole = found(target, asked)
+    monkeypatch.setattr(drawing, "READ", 16)
+    ((_, parts),) = answers(target, asked, chance(), lambda: beats.append(1))
+    assert parts.tokens.tolist() == whole[asked[0]].tokens.tolist()
+    torch.testing.assert_close(parts.topk_logprobs, whole[asked[0]].topk_logprobs, rtol=1e-4, atol=1e-4)
+    assert len(beats) == 5 + 4
+
+
+def test_each_row_has_its_own_room() -> None:
+    """The neighbours of a prompt that nearly fills the context are not cut short by it."""
+    target = random_model("gpt2", seed=1)
+    target.max_len = 32
+    asked = [Asked(tuple(range(n)), 10, 1.0, 2) for n in (28, 29, 30, 31, 3)]
+    got = found(target, asked)
+    assert [len(got[one].tokens) for one in asked] == [4, 3, 2, 1, 10]
+
+
+def test_logits_that_are_no_numbers_end_an_answer_and_its_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = a_target()
+    forward, steps = target.forward, list[int]()
+
+    def broken(*args: Any, **keywords: Any) -> torch.Tensor:
+        logits = forward(*args, **keywords)
+        steps.append(1)
+        if len(steps) == 4:  # that of the third token, after the one that reads the prompts
+            logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(target, "forward", broken)
+    got = found(target, [Asked((1, 2), 6, 1.0, 3), Asked((1, 2, 3), 6, 1e-38, 3)])
+    assert [len(answer.tokens) for answer in got.values()] == [2, 6]
+    assert all(answer.topk_logprobs.isfinite().all() for answer in got.values())
 
 
 # -- who is asked ---------------------------------------------------------------------------------
 
 
 def test_each_prompt_is_answered_once_more_as_often_as_wanted() -> None:
-    target, beats = a_target(), []
+    target, beats = a_target(), list[int]()
     kept = FurtherAnswers(target, 2)
     records = [replace(a_record(target, seed, topk=8), id=seed + 1) for seed in range(3)]
     kept.prepare(records, lambda: beats.append(1))
     assert len(beats) > 5, "a heartbeat with each token"
     for record in records:
-        more = kept.of(record)
-        assert len(more) == 2
-        for one in more:
+        assert kept.count(record) == 2
+        for one in of(kept, record):
             assert one.token_ids[:6] == record.token_ids[:6]
-            assert len(one.token_ids) - 6 == len(one.topk_ids) == len(one.topk_logprobs) <= 5
+            assert len(one.token_ids) - 6 == len(one.topk_ids) == len(one.topk_logprobs)
+            assert len(one.topk_ids) == further.SHORTEST, "longer than what was served"
             assert {len(ids) for ids in one.topk_ids} == {8}
             assert (one.domain, one.temperature, one.id) == ("code", 0.0, 0)
-    before = [kept.of(record) for record in records]
+    before = [of(kept, record) for record in records]
     beats.clear()
     kept.prepare(records, lambda: beats.append(1))
     assert not beats, "what is known is not asked again"
-    assert [kept.of(record) for record in records] == before
+    assert [of(kept, record) for record in records] == before
     kept.forget()
-    assert (kept.of(records[0]), kept.bytes) == ((), 0)
+    assert (of(kept, records[0]), kept.bytes) == ([], 0)
 
 
 def test_greedy_answers_are_given_at_temperatures_in_turns_and_sampled_ones_at_their_own() -> None:
     assert warmths(0.0, 3) == [1.0, 0.7, 1.0]
     assert warmths(0.4, 2) == [0.4, 0.4]
+    assert warmths(2.5, 2) == [1.0, 1.0], "what a model says above 1 teaches little"
 
 
 def test_one_update_asks_for_some_records_and_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +182,11 @@ def test_one_update_asks_for_some_records_and_the_first_of_them(monkeypatch: pyt
     target = a_target()
     kept = FurtherAnswers(target, 1)
     records = [a_record(target, seed, topk=4) for seed in range(5)]
-    given = [records[0], *records]  # one of them twice
+    given = [*records, records[0]]  # that one stays the most urgent
     kept.prepare(given, lambda: None)
-    assert [len(kept.of(record)) for record in records] == [1, 1, 0, 0, 0]
+    assert [len(of(kept, record)) for record in records] == [1, 1, 0, 0, 0]
     kept.prepare(given, lambda: None)
-    assert [len(kept.of(record)) for record in records] == [1, 1, 1, 1, 0]
+    assert [len(of(kept, record)) for record in records] == [1, 1, 1, 1, 0]
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
@@ -154,9 +196,9 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     kept.prepare(records[:1], lambda: None)
     kept.limit_bytes = 2 * kept.bytes
     kept.prepare(records[1:2], lambda: None)
-    kept.of(records[0])
+    assert of(kept, records[0])
     kept.prepare(records[2:], lambda: None)
-    assert [len(kept.of(record)) for record in records] == [1, 0, 1]
+    assert [len(of(kept, record)) for record in records] == [1, 0, 1]
     assert 0 < kept.bytes <= kept.limit_bytes
 
 
@@ -166,13 +208,13 @@ def test_a_record_without_room_or_answer_has_none() -> None:
     kept = FurtherAnswers(target, 1)
     whole, empty = a_record(target, 0, prompt=8), replace(a_record(target, 1), topk_ids=[], topk_logprobs=[])
     kept.prepare([whole, empty], lambda: None)
-    assert not kept.of(whole)
-    assert not kept.of(empty)
+    assert not of(kept, whole)
+    assert not of(kept, empty)
 
 
 def test_states_that_are_kept_with_a_record_are_not_those_of_its_further_answers() -> None:
     target = a_target()
-    record = replace(a_record(target, 0, topk=8), id=7)
+    record = replace(a_record(target, 0, answer=further.SHORTEST, topk=8), id=7)
     kept = FurtherAnswers(target, 4)
     kept.prepare([record], lambda: None)
     draft = a_draft(target)
@@ -184,7 +226,7 @@ def test_states_that_are_kept_with_a_record_are_not_those_of_its_further_answers
 
     states = RecordStates(target, draft, kept=find)
     assert not states.of([record])[0].any(), "the control"
-    for one in kept.of(record):
+    for one in of(kept, record):
         assert len(one.token_ids) == len(record.token_ids)
         assert states.of([one])[0].any()
 
@@ -202,8 +244,11 @@ class Spy:
     def prepare(self, records: Sequence[ReplayRecord], on_token: Callable[[], None]) -> None:
         self.asked += records
 
-    def of(self, record: ReplayRecord) -> Sequence[ReplayRecord]:
-        return [replace(record, token_ids=[*record.token_ids[:-1], token], id=0) for token in (0, 1)]
+    def count(self, record: ReplayRecord) -> int:
+        return 2
+
+    def get(self, record: ReplayRecord, number: int) -> ReplayRecord:
+        return replace(record, token_ids=[*record.token_ids[:-1], number], id=0)
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -241,9 +286,12 @@ def test_experts_have_the_tokens_of_further_answers_in_their_lists(tmp_path: Pat
     home.trainer.further = kept
     counted: list[ReplayRecord] = []
     choose = home.trainer.vocabularies.choose
-    home.trainer.vocabularies.choose = (  # type: ignore[method-assign]
-        lambda found: (counted.extend(found["code"]), choose(found))[1]
-    )
+
+    def spied(found: Mapping[str, Iterable[ReplayRecord]]) -> None:
+        counted.extend(found["code"])
+        choose({"code": counted})
+
+    home.trainer.vocabularies.choose = spied  # type: ignore[method-assign]
     assert home.trainer.update(steps=2) is not None
     originals = sum(one.id > 0 for one in counted)
     assert len(counted) == 3 * originals
@@ -266,9 +314,11 @@ def test_the_setting_says_how_many(drafter: Path, tmp_path: Path, count: int) ->
         loop = loop_of(system)
         assert loop.trainer.update(steps=1) is not None
         records = [one for one in system.store.replay.records() if not is_held_out(one)]
-        assert [len(loop.trainer.further.of(one)) for one in records] == [count] * len(records)
+        counts = [loop.trainer.further.count(one) for one in records]
+        assert max(counts) == count, "all but those of one token"
+        assert all(counts) == (count > 0)
         loop._forget_records()
-        assert not any(loop.trainer.further.of(one) for one in records), "what was purged is gone here, too"
+        assert not any(loop.trainer.further.count(one) for one in records), "what was purged is gone here"
         assert isinstance(joint_trainer(settings, system.store, TrialTrainer).further, NoFurther)
     finally:
         system.close()
@@ -280,3 +330,23 @@ def test_an_independent_draft_model_has_none(tmp_path: Path) -> None:
     assert isinstance(loop, JointLoop)
     assert isinstance(loop.trainer.further, NoFurther)
     store.close()
+
+
+def test_a_prompt_that_was_answered_greedily_and_sampled_has_answers_of_both_kinds() -> None:
+    target = a_target()
+    greedy = a_record(target, 0, topk=4)
+    drawn = replace(greedy, temperature=0.7, domain="prose")
+    kept = FurtherAnswers(target, 2)
+    kept.prepare([greedy, drawn], lambda: None)
+    assert [kept.count(greedy), kept.count(drawn)] == [2, 2]
+    assert [one.temperature for one in of(kept, drawn)] == [0.7, 0.7]
+
+
+def test_answers_of_one_token_teach_nothing_and_are_not_kept() -> None:
+    target = a_target()
+    target.hf.generation_config.eos_token_id = list(range(VOCAB))
+    kept = FurtherAnswers(target, 3)
+    record = a_record(target, 0)
+    kept.prepare([record], lambda: None)
+    assert kept.count(record) == 0
+    kept.prepare([record], lambda: pytest.fail("it is not asked again"))

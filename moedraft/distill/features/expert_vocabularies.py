@@ -8,7 +8,7 @@ stored versions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -60,7 +60,7 @@ class Vocabularies:
         """Forget which tokens earlier records held; the lists stay."""
         self._came.clear()
 
-    def choose(self, records: Mapping[str, Sequence[ReplayRecord]]) -> None:
+    def choose(self, records: Mapping[str, Iterable[ReplayRecord]]) -> None:
         """New lists for the experts with these records, by domain, and for the shared adapter.
 
         The tokens that the domain's records hold, or might hold, come first, those of earlier updates too,
@@ -71,10 +71,10 @@ class Vocabularies:
         counts = {name: self._counted(some) for name, some in records.items()}
         together = sum(counts.values(), Counter[int]())
         general, known = ranked(self.general, together), set(self.general.tolist())
-        for name, some in records.items():
-            if some:
-                self._came[name] = remembered(self._came.get(name, Counter()), counts[name])
-            if name != SHARED and some:
+        for name, found in counts.items():
+            if found:
+                self._came[name] = remembered(self._came.get(name, Counter()), found)
+            if name != SHARED and found:
                 before = self._lists.get(name, self.general[:0]).tolist()
                 learned = [
                     token for token in before if token not in known
@@ -87,7 +87,7 @@ class Vocabularies:
         chosen = ranked(torch.tensor(others, dtype=torch.int64), came)[:room]
         self._lists[SHARED] = union([self.general, torch.tensor(chosen, dtype=torch.int64)])
 
-    def _counted(self, records: Sequence[ReplayRecord]) -> Counter[int]:
+    def _counted(self, records: Iterable[ReplayRecord]) -> Counter[int]:
         """As `counted`, without what is no token."""
         found = counted(records)
         return Counter({token: found[token] for token in found if 0 <= token < self.vocab_size})

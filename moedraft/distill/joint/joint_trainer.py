@@ -25,7 +25,7 @@ from moedraft.distill.averages import AveragingAdamW, averaged, weakened
 from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
-from moedraft.distill.resampling.further import Further, NoFurther, one_of
+from moedraft.distill.resampling.further import Further, NoFurther, one_of, with_further
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct
 from moedraft.drafting.experts.adapter import scaling
 from moedraft.feature.vocabulary import union
@@ -206,8 +206,8 @@ class JointTrainer:
         """A list of tokens for each expert among these records; the student drafts all of them."""
         by_domain: dict[str, list[ReplayRecord]] = {}
         for record in records:
-            by_domain.setdefault(record.domain, []).extend([record, *self.further.of(record)])
-        self.vocabularies.choose(by_domain)
+            by_domain.setdefault(record.domain, []).append(record)
+        self.vocabularies.choose({name: with_further(some, self.further) for name, some in by_domain.items()})
         self._widen()
         found = {name: self.vocabularies.of(name) for name in by_domain if name != SHARED}
         self.student.use_lists({name: own for name, own in found.items() if own is not None})
@@ -223,7 +223,7 @@ class JointTrainer:
 
     def _train(self, drawn: Drawn, steps: int, on_step: OnStep) -> tuple[float, Counter[str]]:
         """The mean loss, and how many different records taught each adapter. Raises FloatingPointError."""
-        total, done, rng = 0.0, 0, random.Random(self.seed)
+        total, done, rng = 0.0, 0, random.Random(f"answers:{self.seed}")
         used: dict[tuple[int, ...], str] = {}
         for number, chosen in enumerate(self.batches(drawn, steps)):
             owners = [self._taught(record) for record in chosen]

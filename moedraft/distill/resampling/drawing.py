@@ -11,7 +11,9 @@ from moedraft.cache import SlotCache
 from moedraft.loading.checks import until_end
 from moedraft.models import LanguageModel
 
-ROWS, TOKENS = 16, 8192  # of one batch at most; its tokens with padding and answers
+ROWS = 16  # of one batch, at most
+READ = 2048  # prompt tokens of one forward, padding included
+COLDEST = 1e-3  # temperature; dividing by less could overflow, and it is greedy anyway
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Asked:
 
     prompt: tuple[int, ...]
     most: int  # tokens of the answer
-    temperature: float  # above 0
+    temperature: float
     topk: int  # how many of the likeliest tokens are told at each place
 
 
@@ -42,25 +44,28 @@ def answers(
     asked: Sequence[Asked],
     chance: torch.Generator,
     on_token: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Asked, Resampled]]:
-    """Resampled those that leave room for a token, in batches of like length; not in their order.
+) -> Iterator[tuple[int, Resampled]]:
+    """Answer those that leave room for a token, in batches of like length: their numbers, and the answers.
 
-    chance: of the target's device. on_token: is called after each step of the target, as a heartbeat.
+    An answer ends where the target's logits are no numbers; it can be empty then. chance: of the target's
+    device. on_token: is called after each forward of the target, as a heartbeat.
     """
-    fit = [one for one in asked if one.prompt and len(one.prompt) < target.max_len]
-    for batch in _batches(sorted(fit, key=lambda one: len(one.prompt) + one.most)):
-        yield from zip(batch, _answered(target, batch, chance, on_token), strict=True)
+    fit = [i for i, one in enumerate(asked) if one.prompt and len(one.prompt) < target.max_len]
+    fit.sort(key=lambda i: (len(asked[i].prompt), asked[i].most))
+    for numbers in _batches(fit, asked):
+        batch = [asked[i] for i in numbers]
+        yield from zip(numbers, _answered(target, batch, chance, on_token), strict=True)
 
 
-def _batches(asked: Sequence[Asked]) -> list[list[Asked]]:
-    """In their order: at most ROWS, and TOKENS with padding, unless one alone has more."""
-    found: list[list[Asked]] = []
-    for one in asked:
-        size = len(one.prompt) + one.most  # the longest so far
-        if found and len(found[-1]) < ROWS and size * (len(found[-1]) + 1) <= TOKENS:
-            found[-1].append(one)
+def _batches(numbers: Sequence[int], asked: Sequence[Asked]) -> list[list[int]]:
+    """In their order, at most ROWS, and READ tokens of prompts with padding, unless one alone has more."""
+    found: list[list[int]] = []
+    for i in numbers:
+        size = len(asked[i].prompt)  # the longest so far
+        if found and len(found[-1]) < ROWS and size * (len(found[-1]) + 1) <= READ:
+            found[-1].append(i)
         else:
-            found.append([one])
+            found.append([i])
     return found
 
 
@@ -68,46 +73,57 @@ def _batches(asked: Sequence[Asked]) -> list[list[Asked]]:
 def _answered(
     target: LanguageModel, batch: Sequence[Asked], chance: torch.Generator, on_token: Callable[[], None]
 ) -> list[Resampled]:
-    cache, last = _read(target, [one.prompt for one in batch])
-    on_token()
-    starts = [len(one.prompt) - 1 for one in batch]  # where each row's newest token stands
-    warmth = torch.tensor([[one.temperature] for one in batch], device=target.device)
-    ends = torch.tensor(sorted(target.eos_token_ids), device=target.device)
-    ended = torch.zeros(len(batch), dtype=torch.bool, device=target.device)
+    cache, last = _read(target, [one.prompt for one in batch], on_token)
+    device, starts = target.device, [len(one.prompt) - 1 for one in batch]  # of each row's newest token
+    rooms = [min(one.most, target.max_len - len(one.prompt)) for one in batch]
+    warmth = torch.tensor([[max(one.temperature, COLDEST)] for one in batch], device=device)
+    ends, room = torch.tensor(sorted(target.eos_token_ids), device=device), torch.tensor(rooms, device=device)
+    lengths = room.clone()  # of each answer, as far as is known
     width = max(one.topk for one in batch)
     steps: list[tuple[torch.Tensor, ...]] = []
-    for step in range(min(target.max_len - max(starts) - 1, max(one.most for one in batch))):
-        logits = target.forward(cache, 0, last, [start + step for start in starts])[:, -1].float()
-        logprobs, likeliest = logits.log_softmax(-1).topk(min(width, logits.shape[-1]))
-        last = torch.multinomial((logits / warmth).softmax(-1), 1, generator=chance)
-        steps.append((last[:, 0], likeliest, logprobs))
+    while bool((lengths > len(steps)).any()):
+        at = [start + len(steps) for start in starts]
+        logits = target.forward(cache, 0, last, at)[:, -1].float()
         on_token()
-        ended |= torch.isin(last[:, 0], ends)
-        if bool(ended.all()):
-            break
+        chances = (logits / warmth).softmax(-1)
+        broken = ~chances.isfinite().all(-1)
+        last = torch.multinomial(chances.masked_fill(broken[:, None], 1.0), 1, generator=chance)
+        lengths = torch.where(broken, lengths.clamp(max=len(steps)), lengths)
+        logprobs, likeliest = logits.log_softmax(-1).topk(min(width, logits.shape[-1]))
+        steps.append((last[:, 0], likeliest, logprobs))
+        lengths = torch.where(torch.isin(last[:, 0], ends), lengths.clamp(max=len(steps)), lengths)
     told = [torch.stack(part, 1).cpu() for part in zip(*steps, strict=True)]
-    return [_cut(one, [part[b] for part in told], target.eos_token_ids) for b, one in enumerate(batch)]
+    counts: list[int] = lengths.tolist()
+    return [
+        _cut(one, [part[b, : counts[b]] for part in told], target.eos_token_ids)
+        for b, one in enumerate(batch)
+    ]
 
 
-def _read(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> tuple[SlotCache, torch.Tensor]:
+def _read(
+    target: LanguageModel, prompts: Sequence[Sequence[int]], on_token: Callable[[], None]
+) -> tuple[SlotCache, torch.Tensor]:
     """A cache that holds all but the last token of each prompt, and these last tokens, [B, 1]."""
     cache = target.new_cache(len(prompts))
-    ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.int64)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
     # Of a prompt of one token that one is read here, too; it is written again.
     lengths = [max(len(prompt) - 1, 1) for prompt in prompts]
-    target.forward(cache, 0, ids.to(target.device), [0] * len(prompts), keep=1, lengths=lengths)
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt, length in zip(ids, prompts, lengths, strict=True):
+        row[:length] = torch.tensor(prompt[:length])
+    width = ids.shape[1] if len(prompts) > 1 else READ  # one that is longer is read in parts
+    for first in range(0, ids.shape[1], width):
+        part = ids[:, first : first + width].to(target.device)
+        each = [min(length - first, part.shape[1]) for length in lengths]
+        target.forward(cache, 0, part, [first] * len(prompts), keep=1, lengths=each)
+        on_token()
     return cache, torch.tensor([[prompt[-1]] for prompt in prompts], device=target.device)
 
 
 def _cut(one: Asked, told: Sequence[torch.Tensor], ends: frozenset[int]) -> Resampled:
-    """The answer up to its end, as long and with as many likely tokens as was asked for."""
-    tokens, ids, logprobs = (part[: one.most] for part in told)
+    """The answer up to its end, with as many likely tokens as was asked for."""
+    tokens, ids, logprobs = told
     count = len(until_end(tokens.tolist(), ends))
     ids, logprobs = ids[:count, : one.topk], logprobs[:count, : one.topk]
     # Clones: a view would keep the whole batch alive, and tensors of inference cannot be trained on.
     with torch.inference_mode(False):
-        return Resampled(
-            tokens[:count].to(torch.int32).clone(), ids.to(torch.int32).clone(), logprobs.clone()
-        )
+        return Resampled(tokens[:count].int().clone(), ids.int().clone(), logprobs.clone())

@@ -12,9 +12,10 @@ only where their record is.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -24,11 +25,14 @@ from moedraft.distill.resampling.drawing import Asked, Resampled, answers
 from moedraft.models import LanguageModel
 
 WARM = (1.0, 0.7)  # temperatures at which a greedy answer is given once more, in turns
-LONGEST = 256  # tokens of a further answer
-AT_ONCE = 64  # records for which one update asks, at most
+# Tokens of a further answer: as many as were served, but no fewer and no more than these.
+SHORTEST, LONGEST = 64, 256
+LEAST = 2  # tokens of one that is learned from; the first is never guessed from the target's states
+AT_ONCE = 32  # records for which one update asks, at most
 LIMIT = 128 * 2**20  # bytes that are kept
+OF_A_TOKEN = 40  # bytes of a prompt's token in a key, about
 
-Key = tuple[float, tuple[int, ...]]  # temperature and prompt of a record
+Key = tuple[float, tuple[int, ...]]  # temperature, 1 at most, and prompt of a record
 
 
 class Further(Protocol):
@@ -37,8 +41,11 @@ class Further(Protocol):
     def prepare(self, records: Sequence[ReplayRecord], on_token: Callable[[], None]) -> None:
         """Have answers for these records, of which the first are the most urgent."""
 
-    def of(self, record: ReplayRecord) -> Sequence[ReplayRecord]:
-        """The record with each of the further answers to its prompt that are there, under no id."""
+    def count(self, record: ReplayRecord) -> int:
+        """How many further answers to its prompt there are."""
+
+    def get(self, record: ReplayRecord, number: int) -> ReplayRecord:
+        """The record with one of them: without an id, since what is kept under it belongs to its own."""
 
     def forget(self) -> None:
         """Drop all: to be called after records were purged."""
@@ -50,8 +57,11 @@ class NoFurther:
     def prepare(self, records: Sequence[ReplayRecord], on_token: Callable[[], None]) -> None:
         pass
 
-    def of(self, record: ReplayRecord) -> Sequence[ReplayRecord]:
-        return ()
+    def count(self, record: ReplayRecord) -> int:
+        return 0
+
+    def get(self, record: ReplayRecord, number: int) -> ReplayRecord:
+        raise IndexError(number)
 
     def forget(self) -> None:
         pass
@@ -60,38 +70,57 @@ class NoFurther:
 class FurtherAnswers:
     """Those that a copy of the target gives."""
 
-    def __init__(self, target: LanguageModel, count: int, limit_bytes: int = LIMIT) -> None:
-        """count: answers to a prompt beside the one that was served."""
-        self.target, self.count, self.limit_bytes = target, count, limit_bytes
+    def __init__(self, target: LanguageModel, wanted: int, limit_bytes: int = LIMIT) -> None:
+        """wanted: answers to a prompt beside the one that was served."""
+        self.target, self.wanted, self.limit_bytes = target, wanted, limit_bytes
         self.bytes = 0  # kept now
         self._chance = torch.Generator(target.device).manual_seed(0)
-        self._known: OrderedDict[Key, list[Resampled]] = (
-            OrderedDict()
-        )  # what was used longest ago comes first
+        self._known = OrderedDict[Key, list[Resampled]]()  # what was used longest ago comes first
 
     def prepare(self, records: Sequence[ReplayRecord], on_token: Callable[[], None]) -> None:
         """See `Further`. Asks for AT_ONCE records at most; the others have to wait for a later update."""
-        missing = {_key(one): one for one in records[::-1] if one.topk_ids and _key(one) not in self._known}
-        chosen = dict([*missing.items()][::-1][:AT_ONCE])
-        asked = [
-            Asked(key[1], min(len(one.topk_ids), LONGEST), warmth, len(one.topk_ids[0]))
-            for key, one in chosen.items()
-            for warmth in warmths(one.temperature, self.count)
-        ]
-        keys = {key[1]: key for key in chosen}
-        found: dict[Key, list[Resampled]] = {key: [] for key in chosen}
-        for one, answer in answers(self.target, asked, self._chance, on_token):
-            found[keys[one.prompt]].append(answer)
-        for key, some in found.items():
+        missing: dict[Key, ReplayRecord] = {}
+        for record in records:
+            if record.topk_ids and _key(record) not in self._known:
+                missing.setdefault(_key(record), record)
+        keys, asked = list[Key](), list[Asked]()
+        for key, record in islice(missing.items(), AT_ONCE):
+            most = min(max(len(record.topk_ids), SHORTEST), LONGEST)
+            for warmth in warmths(record.temperature, self.wanted):
+                keys.append(key)
+                asked.append(Asked(key[1], most, warmth, len(record.topk_ids[0])))
+        left = Counter(keys)
+        found: dict[Key, list[Resampled]] = {key: [] for key in left}
+        for number, answer in answers(self.target, asked, self._chance, on_token):
+            key = keys[number]
+            left[key] -= 1
+            if len(answer.tokens) >= LEAST:
+                found[key].append(answer)
+            if not left[key]:
+                self._keep(key, found.pop(key))
+        for key, some in found.items():  # there is no room for an answer
             self._keep(key, some)
 
-    def of(self, record: ReplayRecord) -> Sequence[ReplayRecord]:
+    def count(self, record: ReplayRecord) -> int:
+        """See `Further`."""
+        return len(self._known.get(_key(record), ()))
+
+    def get(self, record: ReplayRecord, number: int) -> ReplayRecord:
         """See `Further`."""
         key = _key(record)
-        if key not in self._known:
-            return ()
+        answer = self._known[key][number]
         self._known.move_to_end(key)
-        return [_with(record, answer) for answer in self._known[key]]
+        prompt = record.token_ids[: record.num_prompt_tokens]
+        return replace(
+            record,
+            token_ids=[*prompt, *answer.tokens.tolist()],
+            topk_ids=answer.topk_ids.tolist(),
+            topk_logprobs=answer.topk_logprobs.tolist(),
+            rejected=[],
+            drafted=0,
+            accepted=0,
+            id=0,
+        )
 
     def forget(self) -> None:
         """See `Further`."""
@@ -100,36 +129,37 @@ class FurtherAnswers:
 
     def _keep(self, key: Key, some: list[Resampled]) -> None:
         self._known[key] = some
-        self.bytes += sum(answer.bytes for answer in some)
+        self.bytes += _size(key, some)
         while self.bytes > self.limit_bytes and self._known:
-            _, oldest = self._known.popitem(last=False)
-            self.bytes -= sum(answer.bytes for answer in oldest)
+            self.bytes -= _size(*self._known.popitem(last=False))
+
+
+def with_further(records: Iterable[ReplayRecord], further: Further) -> Iterator[ReplayRecord]:
+    """Each record, and after it the same with each further answer to its prompt."""
+    for record in records:
+        yield record
+        for number in range(further.count(record)):
+            yield further.get(record, number)
 
 
 def one_of(record: ReplayRecord, further: Further, rng: random.Random) -> ReplayRecord:
     """The record, or the same with a further answer; each is as likely as the others."""
-    return rng.choice([record, *further.of(record)])
-
-
-def _key(record: ReplayRecord) -> Key:
-    return record.temperature, tuple(record.token_ids[: record.num_prompt_tokens])
+    number = rng.randrange(further.count(record) + 1)
+    return further.get(record, number - 1) if number else record
 
 
 def warmths(temperature: float, count: int) -> list[float]:
-    """What was sampled is sampled again as it was; what was greedy, at temperatures in turns."""
-    return [temperature or WARM[i % len(WARM)] for i in range(count)]
+    """What was sampled is sampled again as it was; what was greedy, at temperatures in turns.
+
+    Nothing is sampled above 1, where a model says what is hardly likely, and without the request's top-k,
+    top-p or min-p, which no record tells.
+    """
+    return [min(temperature, 1.0) or WARM[i % len(WARM)] for i in range(count)]
 
 
-def _with(record: ReplayRecord, answer: Resampled) -> ReplayRecord:
-    """The record with another answer: without an id, since what is kept under it belongs to its own."""
-    prompt = record.token_ids[: record.num_prompt_tokens]
-    return replace(
-        record,
-        token_ids=[*prompt, *answer.tokens.tolist()],
-        topk_ids=answer.topk_ids.tolist(),
-        topk_logprobs=answer.topk_logprobs.tolist(),
-        rejected=[],
-        drafted=0,
-        accepted=0,
-        id=0,
-    )
+def _key(record: ReplayRecord) -> Key:
+    return min(record.temperature, 1.0), tuple(record.token_ids[: record.num_prompt_tokens])
+
+
+def _size(key: Key, some: Sequence[Resampled]) -> int:
+    return OF_A_TOKEN * (len(key[1]) + 10) + sum(answer.bytes for answer in some)
