@@ -35,7 +35,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     """Build a loop with its own float32 copy of the draft base. Without an outlet it writes the home itself.
 
     The loop of a feature drafter has a copy of the target as well: it reads the target's states anew for each
-    record. Raises what loading a model raises.
+    record, and answers its prompt again (`resampled_answers`). Raises what loading a model raises.
     """
     outlet, name = outlet or HomeOutlet(store), draft_name(settings)
     if feature_folder(name) is not None or settings.model_updates == "joint":
