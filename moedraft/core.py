@@ -182,7 +182,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class ReplayRecord:
-    """One answered request, with the target's distribution at each of its tokens, which is never computed again.
+    """One answered request, with the target's distribution at each token, which need not be computed again.
 
     Position i of `topk_*` is the target's distribution from which `token_ids[num_prompt_tokens + i]`
     was taken, that is the distribution the draft's logits at `num_prompt_tokens + i − 1` must match.
