@@ -56,10 +56,10 @@ METHOD_TEXT = """## How it was measured
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. Five orders of [evidence-served](evidence-served.md) (above) are of the present gate; its others and
-  those of [evidence-turns](evidence-turns.md) decide alike on what is published, but throw joint candidates
-  away sooner. All others were made with the forms that the gate had at their time, which publish
-  [later](experiments.md#what-the-gate-goes-by).
+  three. The orders of [evidence-served](evidence-served.md) are of the present gate but for two, a domain that
+  nobody registered and shares by Zipf's law; these and those of [evidence-turns](evidence-turns.md) decide
+  alike on what is published, but throw joint candidates away sooner. All others were made with the forms that
+  the gate had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
@@ -72,10 +72,9 @@ EQUAL_WEIGHTS = """\
   expert [those of its own](experiments.md#how-long-an-experts-own-list-is): 8 192 in the runs of
   [evidence-served](evidence-served.md), 4 096 in all others. Lists count what the target held possible, a
   domain's share of the records is held out, and training goes on from candidates that do some harm
-  ([what that changed](experiments.md#what-the-gate-threw-away)) in the runs of
-  [evidence-served](evidence-served.md) with a steady mix, a shift and return, a slow drift, reworded prompts,
-  and prompts whose second half is of another domain; all other runs were made before that, and before lists
-  kept the tokens of earlier records.
+  ([what that changed](experiments.md#what-the-gate-threw-away)) in the same runs of
+  [evidence-served](evidence-served.md) as have the present gate (below); all other runs were made before
+  that, and before lists kept the tokens of earlier records.
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
   [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic;
