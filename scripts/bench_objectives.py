@@ -101,6 +101,7 @@ def main() -> None:
                     "requests": args.requests,
                     "temperature": args.temperature,
                     "topk": args.topk,
+                    "resampled": args.resampled,
                 }
                 measure(workplace, which, args.out, known)
 

@@ -30,6 +30,7 @@ def parser(
         made.add_argument("--domains", default=domains)
     made.add_argument("--requests", type=int, default=160)
     made.add_argument("--seeds", type=int, default=1)
+    made.add_argument("--resampled", type=int, default=0, help="as of scripts/evidence.py; default: none")
     made.add_argument("--threads", type=int, default=1)
     if samples:
         made.add_argument("--temperature", type=float, default=0.0, help="of the answers, 0 (greedy) to 1")
@@ -41,7 +42,7 @@ def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
     """Models, prompts and router for these arguments. more: options of scripts/evidence.py."""
     torch.set_num_threads(args.threads)
     options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
-    options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
+    options += ["--resampled", args.resampled, "--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
     options += ["--domains", vars(args).get("domains", DOMAINS), *more]
     options += ["--cache", args.cache] if args.cache else []
     options += ["--draft", args.draft] if args.draft else []

@@ -56,10 +56,11 @@ METHOD_TEXT = """## How it was measured
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The orders of [evidence-served](evidence-served.md) are of the present gate but for two, a domain
-  that nobody registered and shares by Zipf's law; these and those of [evidence-turns](evidence-turns.md)
-  decide alike on what is published, but throw joint candidates away sooner. All others were made with the
-  forms that the gate had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
+  three. The orders of [evidence-served](evidence-served.md) are of the present gate but for three, a
+  domain that nobody registered, a new domain from the middle on, and shares by Zipf's law; these and those of
+  [evidence-turns](evidence-turns.md) decide alike on what is published, but throw joint candidates away
+  sooner. All others were made with the forms that the gate had at their time, which publish
+  [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
