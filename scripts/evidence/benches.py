@@ -42,7 +42,8 @@ def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
     """Models, prompts and router for these arguments. more: options of scripts/evidence.py."""
     torch.set_num_threads(args.threads)
     options = ["--data", args.data, "--out", args.out.parent, "--requests", args.requests]
-    options += ["--resampled", args.resampled, "--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
+    options += ["--threads", args.threads, "--dtype", args.dtype, "--target", args.target]
+    options += ["--resampled", args.resampled]
     options += ["--domains", vars(args).get("domains", DOMAINS), *more]
     options += ["--cache", args.cache] if args.cache else []
     options += ["--draft", args.draft] if args.draft else []
