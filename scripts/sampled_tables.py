@@ -144,3 +144,29 @@ def _first(row: list[float]) -> tuple[float, float]:
 def _all(row: list[float]) -> tuple[float, float]:
     """Tokens of drafts that are accepted, and drafts."""
     return sum(row[1:]), row[0]
+
+
+def over_all(found: dict[str, Any]) -> str:
+    """How likely a first drafted token is accepted, over all tokens of the target's distribution."""
+    runs = {(run["arrangement"], run["resampled"], run["seed"]): run["rows"] for run in found["runs"]}
+    rows = []
+    for (name, further, seed), mine in runs.items():
+        base = runs.get((JOINT, 0, seed))
+        tokens = sum(row[0] for row in mine)
+        kept = sum(row[2][0] for row in mine) / tokens
+        row = [ARRANGEMENTS[name].title, str(further), str(seed)]
+        row += [f"{sum(row[1] for row in mine) / tokens:.3f}", f"{kept:.3f}"]
+        if base is None or mine is base:
+            rows.append([*row, "—"])
+            continue
+        one = change([(r[1], r[0]) for r in base], [(r[1], r[0]) for r in mine]).difference
+        rows.append([*row, f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"])
+    head = ["arrangement", "further answers", "seed", "first drafted token accepted", "by kept tokens alone"]
+    head.append("accepted, beside joint by fkl")
+    one = found["runs"][0]
+    note = (
+        f"{len(one['rows'])} held-out prompts, answers sampled at temperature {one['temperature']:g}, "
+        f"{one['requests']} requests, {found['date']}. Adapters as they are published; no gate unless it is "
+        "named. Intervals are 95 %, paired, over the prompts."
+    )
+    return f"{table(head, rows)}\n\n{note}"

@@ -264,6 +264,7 @@ SOURCES = {
     "sampled_gate": ("smollm2/sampled_gate.json", sampled_tables.updates),
     "sampled_factors": ("smollm2/sampled_gate.json", sampled_tables.factors),
     "sampled_objectives": ("smollm2/sampled_objectives.json", sampled_tables.objectives),
+    "objectives": ("smollm2/objectives.json", sampled_tables.over_all),
     "gate": ("gate.json", gate_tables.rules),
     "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),

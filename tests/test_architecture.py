@@ -37,7 +37,7 @@ ROOMS = {
     "distill/measuring": (4, 290),
     "distill/memory": (3, 300),
     "distill/pace": (5, 320),
-    "distill/resampling": (3, 310),
+    "distill/resampling": (3, 335),
     "drafting": (12, 1750),
     "drafting/arms": (4, 280),
     "drafting/experts": (7, 780),

@@ -77,7 +77,7 @@ def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
     plan = _plan(settings, JointPlan.learning_rate, MOST, JointPlan.strength)
     tries = kind is not JointTrainer  # whether an expert pays at all, which is to be told soon
     count = 0 if tries else settings.resampled_answers
-    further = FurtherAnswers(target, count) if count else None
+    further = FurtherAnswers(target, count, states) if count else None
     return kind(FeatureLessons(student, states), store, plan, target.eos_token_ids, further)
 
 

@@ -39,7 +39,7 @@ def chance(seed: int = 0) -> torch.Generator:
 
 
 def found(target: LanguageModel, asked: Sequence[Asked], seed: int = 0) -> dict[Asked, Resampled]:
-    return {asked[number]: answer for number, answer in answers(target, asked, chance(seed))}
+    return {asked[number]: answer for number, answer, _ in answers(target, asked, chance(seed))}
 
 
 def of(kept: FurtherAnswers, record: ReplayRecord) -> list[ReplayRecord]:
@@ -76,7 +76,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     wanted = (target.hf(input_ids=torch.tensor([[*prompt]])).logits[0, -1] / warmth).softmax(-1)
     # Asked with different numbers of likely tokens, so that no two are the same question.
     asked = [Asked(prompt, 1, warmth, 1 + i % 7) for i in range(4000)]
-    tokens = torch.tensor([int(answer.tokens[0]) for _, answer in answers(target, asked, chance())])
+    tokens = torch.tensor([int(answer.tokens[0]) for _, answer, _ in answers(target, asked, chance())])
     share = torch.bincount(tokens, minlength=VOCAB) / len(asked)
     assert float((share - wanted).abs().sum()) < 0.15
     assert float((share - (wanted**2 / (wanted**2).sum())).abs().sum()) > 0.3, "colder ones differ"
@@ -113,7 +113,7 @@ def test_a_long_prompt_is_read_in_parts_with_a_heartbeat(kind: str, monkeypatch:
     asked = [Asked(tuple(i % VOCAB for i in range(70)), 4, COLD, 3)]
     whole = found(target, asked)
     monkeypatch.setattr(drawing, "READ", 16)
-    ((_, parts),) = answers(target, asked, chance(), lambda: beats.append(1))
+    ((_, parts, _),) = answers(target, asked, chance(), lambda: beats.append(1))
     assert parts.tokens.tolist() == whole[asked[0]].tokens.tolist()
     torch.testing.assert_close(parts.topk_logprobs, whole[asked[0]].topk_logprobs, rtol=1e-4, atol=1e-4)
     assert len(beats) == 5 + 4
@@ -143,6 +143,29 @@ def test_logits_that_are_no_numbers_end_an_answer_and_its_alone(monkeypatch: pyt
     got = found(target, [Asked((1, 2), 6, 1.0, 3), Asked((1, 2, 3), 6, 1e-38, 3)])
     assert [len(answer.tokens) for answer in got.values()] == [2, 6]
     assert all(answer.topk_logprobs.isfinite().all() for answer in got.values())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_the_target_read_is_what_a_forward_of_the_whole_text_reads(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a feature drafter: so that the target need not read the further answers once more."""
+    monkeypatch.setattr(drawing, "READ", 16)  # the longest prompt alone, in parts
+    target = random_model(kind, seed=1)
+    draft = a_draft(target)
+    states = RecordStates(target, draft)
+    assert states.layers == tuple(draft.config.feature_layers)
+    kept = FurtherAnswers(target, 1, states)
+    records = [a_record(target, seed, prompt=length, topk=4) for seed, length in enumerate((1, 2, 5, 40))]
+    kept.prepare(records, lambda: None)
+    more = [one for record in records for one in of(kept, record)]
+    assert len(more) == 4
+    ours = states.of(more)
+    assert states.tokens_read == 0
+    theirs = RecordStates(target, draft).of(more)
+    for one, (a, b) in zip(more, zip(ours, theirs, strict=True), strict=True):
+        assert len(a) == len(one.token_ids) - 1
+        torch.testing.assert_close(a.float(), b[:-1].float(), rtol=3e-2, atol=3e-2)
 
 
 # -- who is asked ---------------------------------------------------------------------------------

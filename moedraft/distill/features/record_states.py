@@ -76,6 +76,19 @@ class RecordStates:
             self._remember(key, found[key])
         return [found[key] for key in keys]
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of the target, whose inputs are read; none where its serving forward does not capture them all."""
+        return tuple(self.draft.config.feature_layers) if self._through_cache else ()
+
+    @torch.inference_mode()
+    def take(self, text: Key, features: torch.Tensor) -> None:
+        """Keep what the target's serving forward has read of this text elsewhere, [tokens − 1, n·H]."""
+        weight = self.draft.fc.weight
+        fused = self.draft.fuse(features.to(weight.device, weight.dtype)).to(HALF)
+        with torch.inference_mode(False):
+            self._remember(text, fused.clone())
+
     def forget(self) -> None:
         """Drop all states: to be called after records were purged, or the draft base was exchanged."""
         self._latest.clear()

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from moedraft.core import ReplayRecord
+from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.resampling.drawing import Asked, Resampled, answers
 from moedraft.models import LanguageModel
 
@@ -70,9 +71,11 @@ class NoFurther:
 class FurtherAnswers:
     """Those that a copy of the target gives."""
 
-    def __init__(self, target: LanguageModel, wanted: int, limit_bytes: int = LIMIT) -> None:
-        """wanted: answers to a prompt beside the one that was served."""
-        self.target, self.wanted, self.limit_bytes = target, wanted, limit_bytes
+    def __init__(
+        self, target: LanguageModel, wanted: int, states: RecordStates | None = None, limit_bytes: int = LIMIT
+    ) -> None:
+        """wanted: answers to a prompt beside the one that was served. states: take what was read for them."""
+        self.target, self.wanted, self.limit_bytes, self.states = target, wanted, limit_bytes, states
         self.bytes = 0  # kept now
         self._chance = torch.Generator(target.device).manual_seed(0)
         self._known = OrderedDict[Key, list[Resampled]]()  # what was used longest ago comes first
@@ -91,8 +94,11 @@ class FurtherAnswers:
                 asked.append(Asked(key[1], most, warmth, len(record.topk_ids[0])))
         left = Counter(keys)
         found: dict[Key, list[Resampled]] = {key: [] for key in left}
-        for number, answer in answers(self.target, asked, self._chance, on_token):
+        layers = self.states.layers if self.states is not None else ()
+        for number, answer, read in answers(self.target, asked, self._chance, on_token, layers):
             key = keys[number]
+            if self.states is not None and layers:
+                self.states.take((*key[1], *answer.tokens.tolist()), read)
             left[key] -= 1
             if len(answer.tokens) >= LEAST:
                 found[key].append(answer)
