@@ -20,6 +20,7 @@ from typing import Any
 
 from evidence import benches
 from evidence.arrangements import SERVED
+from evidence.command import Workplace, settings
 from evidence.further import KeptFurther
 
 Run = Mapping[str, Any]
@@ -30,14 +31,16 @@ def kept(run: Run, which: Mapping[str, Any]) -> dict[str, Any]:
     return {**which, "held_out": run["curve"][-1]["counts"], "came": run["stream"]}
 
 
-def reused(folder: Path | None, which: Mapping[str, Any]) -> Run | None:
+def reused(workplace: Workplace, folder: Path, which: Mapping[str, Any]) -> Run | None:
     """A run of the evidence with the same settings, if there is one."""
-    for file in sorted((folder / "runs").glob("*.json")) if folder else ():
+    wanted = {"settings": settings(workplace.args), "strength": workplace.strength}
+    wanted["own_tokens"] = workplace.bench.own_tokens
+    for file in sorted((folder / "runs").glob("*.json")):
         run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         found = {key: run[key] for key in ("pattern", "arrangement", "seed")}
         found |= {"requests": run["settings"]["requests"], "resampled": run.get("resampled", 0)}
         found |= {"target": Path(run["settings"]["target"]).name, "dtype": run.get("precision", "")}
-        if found == which:
+        if found == which and wanted.items() <= run.items():
             return run
     return None
 
@@ -70,7 +73,9 @@ def main() -> None:
                     }
                     if any(which.items() <= run.items() for run in report["runs"]):
                         continue
-                    run = next((found for folder in args.reuse if (found := reused(folder, which))), None)
+                    run = next(
+                        (found for folder in args.reuse if (found := reused(workplace, folder, which))), None
+                    )
                     if run is None:
                         further = KeptFurther(workplace.bench.answers, count) if count else None
                         workplace.bench = replace(workplace.bench, further=further)
