@@ -81,10 +81,10 @@ def demo(
 
 
 def _run(settings: Settings, requests: int | None, held_out: int | None, seconds: float | None) -> Result:
-    from moedraft.showcase.demo import Demo, keeping_features, prompts_for
+    from moedraft.showcase.demo import Demo, in_little_time, prompts_for
     from moedraft.system.build import opened
 
-    with opened(keeping_features(settings)) as system:
+    with opened(in_little_time(settings)) as system:
         return watch(Demo(system, prompts_for(settings.target).shortened(requests, held_out), seconds))
 
 

@@ -49,13 +49,16 @@ def affordable(costs: RoundCosts, rows: int) -> int:
     return next((k for k in lengths if costs.of(rows, k, k * rows) <= MOST_COST), 1)
 
 
-def keeping_features(settings: Settings) -> Settings:
-    """The settings, with what a feature drafter read kept beside the records, unless they say otherwise.
+def in_little_time(settings: Settings) -> Settings:
+    """The settings, so that learning does not run a feature drafter's target, unless they say otherwise.
 
-    A demo has few records and little time, in which the trainer need not run the target over them again.
+    What the drafter read is kept beside the records, and there are no further answers to them: on two cores
+    these take as long as three updates of the demo, which has time for about a dozen.
     """
-    asked = "features" in settings.model_fields_set
-    return settings if asked else settings.model_copy(update={"features": "keep"})
+    usual = {"features": "keep", "resampled_answers": 0}
+    return settings.model_copy(
+        update={name: value for name, value in usual.items() if name not in settings.model_fields_set}
+    )
 
 
 @dataclass
