@@ -51,7 +51,7 @@ class Pace:
         pauses = 1 + math.ceil((self.requests - done) / self.window)
         least = LEAST_SHARE * each * self.window
         if pauses == 1 and self.step_seconds:
-            least = max(least, self.beside + LEAST_STEPS * self.step_seconds)
+            least = max(least, self.beside + (LEAST_STEPS + 0.5) * self.step_seconds)  # time goes on
         self.pause_ends = now + max(least, left / pauses)
 
     def _possible(self, each: float) -> int:
