@@ -51,7 +51,7 @@ def share(rows: Sequence[Sequence[float]]) -> float:
 
 
 def main() -> None:
-    parser = benches.parser(__doc__, "steady,one-by-one,shift,drift,new-domain")
+    parser = benches.parser(__doc__, "steady,one-by-one,shift,drift")
     parser.add_argument("--arrangements", default=f"mixed-replay:wide,{SERVED}")
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 2], help="further answers to a prompt")
     parser.add_argument("--reuse", type=Path, nargs="*", default=[], help="folders of evidence")
