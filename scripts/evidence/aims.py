@@ -272,7 +272,9 @@ def cheap(whole: Whole) -> Reached:
         for pattern, one in learned(whole, name).items():
             gain = f"{interval(one['gain'])} first guesses with {title_of(pattern)}"
             said.append(f"{ARRANGEMENTS[name].title}: at least {one['cost']:.0%} for {gain}.")
-    said.append("Reading the target's states again, and further answers, are not counted.")
+    more = any(map(any, whole["resampled"].values()))
+    beside = "again, and further answers, are" if more else "again is"
+    said.append(f"Reading the target's states {beside} not counted.")
     verdicts = [one["cost"] <= CHEAP for of in found.values() for one in of.values()]
     return Reached("learning takes at most 5 % of the target's operations", *_told(verdicts, said))
 

@@ -15,21 +15,27 @@ from moedraft.showcase.findings.estimates import change
 PATTERN = "one-by-one"
 PLACES = {"before": "last window of a data set", "after": "first window of the next"}
 Whole = dict[str, Any]
+Request = tuple[tuple[str, ...], Sequence[float], Sequence[float]]
 
 
 def of_runs(runs: Runs, name: str) -> dict[str, Any]:
     """On both sides of the boundaries, what is guessed more than by the static draft; by data set too.
 
-    A window is as many requests as come between two updates, so of a first one nothing was learned yet.
+    A window is as many requests as come between two updates, so of a first one nothing was learned yet. That
+    holds only where boundaries fall between windows; elsewhere there is nothing to tell.
     """
     seeds = runs.seeds(PATTERN, STATIC, name)
     pairs = list(zip(runs.of(PATTERN, STATIC, seeds), runs.of(PATTERN, name, seeds), strict=True))
     whole = all(len(a["stream"]) == len(b["stream"]) == len(b["domains"]) for a, b in pairs)
     if name == STATIC or not pairs or not whole:  # what learns beforehand serves nothing
         return {}
+    if any(begin % _every(run) for _, run in pairs for _, begin, _ in _stretches(run)):
+        return {}
     found: dict[str, Any] = {}
     for place in PLACES:
-        parts = [[_part(still, run, *window) for window in _windows(run, place)] for still, run in pairs]
+        parts = [
+            [row for ends in _windows(run, place) for row in _part(still, run, *ends)] for still, run in pairs
+        ]
         found[place] = compared_in_json(_compared(parts)) if all(parts) else None
     return found | {"by": _by_domain(pairs)}
 
@@ -38,15 +44,14 @@ def _by_domain(pairs: Sequence[tuple[Found, Found]]) -> dict[str, list[float]]:
     """Of each data set: first guesses more than static in its first window, and in its last one."""
     result = {}
     for domain in sorted({name for _, run in pairs for name in run["domains"]}):
-        ends: list[list[tuple[Rows, Rows]]] = [[], []]
+        ends: list[list[Request]] = [[], []]
         for still, run in pairs:
             for name, begin, end in _stretches(run):
                 if name == domain:
                     width = _width(run, begin, end)
-                    ends[0].append(_part(still, run, begin, begin + width))
-                    ends[1].append(_part(still, run, end - width, end))
-        gains = [share([after for _, after in end]) - share([before for before, _ in end]) for end in ends]
-        result[domain] = [round(gain, 5) for gain in gains]
+                    ends[0] += _part(still, run, begin, begin + width)
+                    ends[1] += _part(still, run, end - width, end)
+        result[domain] = [round(_gain(end), 5) for end in ends]
     return result
 
 
@@ -59,9 +64,13 @@ def _stretches(run: Found) -> Iterator[tuple[str, int, int]]:
             begin = i
 
 
+def _every(run: Found) -> int:
+    return int(run["settings"]["every"])
+
+
 def _width(run: Found, begin: int, end: int) -> int:
     """Of a window in a stretch; at most half of it, so that both ends have one."""
-    return max(1, min(int(run["settings"]["every"]), (end - begin) // 2))
+    return max(1, min(_every(run), (end - begin) // 2))
 
 
 def _windows(run: Found, place: str) -> Iterator[tuple[int, int]]:
@@ -72,17 +81,26 @@ def _windows(run: Found, place: str) -> Iterator[tuple[int, int]]:
         yield (end - width, end) if place == "before" else (begin, begin + width)
 
 
-def _part(still: Found, run: Found, begin: int, end: int) -> tuple[Rows, Rows]:
-    before, after = (np.array(one["stream"][begin:end]).reshape(-1, 4) for one in (still, run))
-    return before, after
+def _part(still: Found, run: Found, begin: int, end: int) -> list[Request]:
+    """Of each request what tells its prompt from others, and the counts of both drafts, see `came`."""
+    return [
+        ((run["domains"][i], *map(str, still["stream"][i])), still["stream"][i], run["stream"][i])
+        for i in range(begin, end)
+    ]
 
 
-def _compared(parts: Sequence[Sequence[tuple[Rows, Rows]]]) -> Compared:
-    """By seed, windows of the static draft and of the arrangement."""
-    pairs = [tuple(np.concatenate(of) for of in zip(*one, strict=True)) for one in parts]
-    before, after = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
-    each = tuple(share([b]) - share([a]) for a, b in pairs)
-    return Compared(change(first_guesses(before), first_guesses(after)), each)
+def _gain(requests: Sequence[Request]) -> float:
+    before, after = (share([np.array([request[k] for request in requests])]) for k in (1, 2))
+    return after - before
+
+
+def _compared(parts: Sequence[Sequence[Request]]) -> Compared:
+    """By seed, requests in windows. A prompt's counts are added up over the seeds, as on all of a page."""
+    sums: dict[tuple[str, ...], Rows] = {}
+    for key, before, after in (request for part in parts for request in part):
+        sums[key] = sums.get(key, 0) + np.array([before, after])
+    both = np.array(list(sums.values()))
+    return Compared(change(first_guesses(both[:, 0]), first_guesses(both[:, 1])), tuple(map(_gain, parts)))
 
 
 def part(whole: Whole) -> str:

@@ -127,6 +127,11 @@ class Workplace:
         """With which adapters are published."""
         return self.bench.strength
 
+    @property
+    def resampled(self) -> int:
+        """Further answers to a prompt; none with an independent draft model."""
+        return len(self.bench.further.more) if self.bench.further else 0
+
     def run(
         self, pattern: str, arrangement: str | Arrangement, seed: int, at_end: AtEnd | None = None
     ) -> dict[str, Any]:
@@ -241,7 +246,7 @@ def run_all(args: argparse.Namespace) -> None:
         check_precision(args.out, pattern, workplace.precision)
         check_strength(args.out, pattern, workplace.strength)
         check_lists(args.out, pattern, args.own_tokens)
-        check_resampled(args.out, pattern, args.resampled)
+        check_resampled(args.out, pattern, workplace.resampled)
         began = time.monotonic()
         found = workplace.run(pattern, arrangement, seed)
         made = {

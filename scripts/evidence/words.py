@@ -103,8 +103,12 @@ def further_answers(resampled: Mapping[str, Sequence[int]]) -> str:
     counts = sorted(set(with_them.values()))
     said = f"{FURTHER}With {listed(map(title_of, with_them))} all that learns here does, from "
     said += f"{listed(map(str, counts))} of them; "
+    how = (
+        " These are all there before the first update, and as long as served ones; a trainer draws those of "
+        "32 records in an update, of 64 to 256 tokens."
+    )
     without = [title_of(pattern) for pattern in resampled if pattern not in with_them]
-    return said + (f"with {listed(without)} nothing does." if without else "there is no other traffic.")
+    return said + (f"with {listed(without)} nothing does." if without else "there is no other traffic.") + how
 
 
 def method(target: str, strengths: Sequence[float], resampled: Mapping[str, Sequence[int]]) -> str:
@@ -129,7 +133,10 @@ with another `--out` all of it anew. Without `--doc` the page is `evidence.md` i
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini \\
         --doc docs/evidence-mini.md
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts served
+        --doc docs/evidence-served.md --parts served --patterns steady,one-by-one,shift,drift
+    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
+        --doc docs/evidence-served.md --parts served --resampled 0 \\
+        --patterns new-domain,zipf,unregistered,reworded,crossed
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
         --strength 1 --own-tokens 4096 --resampled 0 --doc docs/evidence-turns.md \\
         --parts main,gated,further,poison --arrangements \\
@@ -142,12 +149,12 @@ with another `--out` all of it anew. Without `--doc` the page is `evidence.md` i
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `served` (the default as a
-trainer publishes, and one adapter as large), `poison` (a client that sends rubbish), `paper` (offline,
-online, and both), `objectives` (forward KL and others), `interval` (how often to update), `lean` (with an
-eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter takes), `gated` (the other
-online arrangements with the gate), `restart` (what a trainer that is started again has lost), `gate` (without
-its second look) or `data` (whose answers are learned from; an independent draft model only). `--patterns` and
-`--arrangements` choose from it."""
+trainer publishes, and one adapter as large, with the gate and without), `poison` (a client that sends
+rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
+update), `lean` (with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter
+takes), `gated` (the other online arrangements with the gate), `restart` (what a trainer that is started again
+has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent draft
+model only). `--patterns` and `--arrangements` choose from it."""
 
 DASH = "—"
 NOT_MEASURED = "not measured"

@@ -133,8 +133,7 @@ def test_what_learning_takes_is_told_and_what_was_not_measured() -> None:
     cost = "learning takes at most 5 % of the target's operations"
     assert found[cost] == (
         "**missed**",
-        "joint, with gate: 10%, at least. Reading the target's states again, and further answers, are not "
-        "counted.",
+        "joint, with gate: 10%, at least. Reading the target's states again is not counted.",
     )
     cheap = of("steady", "joint+gate", 0.4, 0.6, operations=1)
     assert rows(*STATIC, *cheap)[cost][0] == "held"

@@ -13,7 +13,7 @@ boundaries, figures, summary = (
 )
 
 
-def run(name: str, seed: int, *shares: float, every: int = 4) -> dict[str, Any]:
+def run(name: str, seed: int, *shares: float, every: int = 5) -> dict[str, Any]:
     """Three data sets of ten requests each; shares of right first guesses, five requests after the other."""
     stream = [[10, round(10 * share), 2, 1] for share in shares for _ in range(5)]
     found = made_up("one-by-one", name, seed, [0.4] if name == "static" else [0.4, 0.5])
@@ -40,7 +40,7 @@ def test_windows_before_and_after_each_boundary_are_compared_with_static() -> No
 
 
 def test_a_long_window_is_half_of_a_short_stretch() -> None:
-    one = of(run("static", 0, *([0.5] * 6)), run("joint", 0, 0.5, 0.7, 0.4, 0.8, 0.3, 0.9, every=16))
+    one = of(run("static", 0, *([0.5] * 6)), run("joint", 0, 0.5, 0.7, 0.4, 0.8, 0.3, 0.9, every=10))
     found = one["patterns"]["one-by-one"]["joint"]["boundaries"]
     assert (found["before"]["value"], found["after"]["value"]) == pytest.approx((0.25, -0.15))
 
@@ -52,4 +52,26 @@ def test_the_table_names_each_data_set_and_stands_only_where_there_are_runs() ->
     assert "| +.000 → +.200 | −.100 → +.300 | −.200 → +.400 |" in text
     assert boundaries.part(of(still)) == ""
     assert boundaries.part(of(still, learned | {"stream": learned["stream"][5:]})) == ""
+    inside = [run(name, 0, *([0.5] * 6), every=4) for name in ("static", "joint")]
+    assert boundaries.part(of(*inside)) == "", "an update came in the middle of a first window"
     assert boundaries.part(of(made_up("steady", "joint", 0, [0.4]))) == ""
+
+
+def test_prompts_that_come_with_several_seeds_are_counted_once() -> None:
+    """Two seeds with the same figures are no more evidence than one."""
+    still = [run("static", seed, *([0.5] * 6)) for seed in (0, 1)]
+    learned = [run("joint", seed, 0.5, 0.7, 0.4, 0.8, 0.3, 0.9) for seed in (0, 1)]
+    for one in (*still, *learned):
+        one["domains"] = one["routed"] = ["a"] * 10 + ["b"] * 10 + ["c"] * 10
+    for i in range(30):  # each prompt is told by what the static draft guesses of it
+        for one in still:
+            one["stream"][i] = [10, 5, 2, i]
+        for one in learned:
+            one["stream"][i] = [10, one["stream"][i][1] + i % 3 - 1, 2, 1]
+    both, single = (
+        of(*runs)["patterns"]["one-by-one"]["joint"]["boundaries"]["after"]
+        for runs in ((*still, *learned), (still[0], learned[0]))
+    )
+    assert [both[key] for key in ("value", "low", "high")] == pytest.approx(
+        [single[key] for key in ("value", "low", "high")], abs=1e-6
+    )
