@@ -56,6 +56,8 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 2], help="further answers to a prompt")
     parser.add_argument("--reuse", type=Path, nargs="*", default=[], help="folders of evidence")
     args = parser.parse_args()
+    if args.resampled:
+        parser.error("--counts says from how many further answers is learned.")
     workplace = benches.workplace(args)
     report = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"runs": []}
     for seed in range(args.seeds):
