@@ -1,4 +1,4 @@
-"""Further answers to the requests, as a trainer has them drawn, each computed once and kept in a folder."""
+"""Further answers to the requests, each computed once and kept in a folder, where a trainer draws its own."""
 
 from __future__ import annotations
 
