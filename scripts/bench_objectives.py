@@ -81,29 +81,16 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=TOPK, help="probabilities of a token that records keep")
     parser.set_defaults(temperature=1.0)
     args = parser.parse_args()
-    names = args.arrangements.split(",")
-    if unknown := sorted({*names} - {*ARRANGEMENTS}):
+    if unknown := sorted({*args.arrangements.split(",")} - {*ARRANGEMENTS}):
         parser.error(f"there is no arrangement {', '.join(unknown)}.")
     if not args.temperature:
         parser.error("--temperature is above 0; scripts/evidence.py measures greedy answers.")
     if args.topk < 1:
         parser.error("--topk is 1 at least.")
     workplace, known = benches.workplace(args), Known()
-    for seed in range(args.seeds):
-        for pattern in args.patterns.split(","):
-            for name in names:
-                which = {
-                    "target": Path(args.target).name,
-                    "dtype": workplace.precision,
-                    "pattern": pattern,
-                    "arrangement": name,
-                    "seed": seed,
-                    "requests": args.requests,
-                    "temperature": args.temperature,
-                    "topk": args.topk,
-                    "resampled": args.resampled,
-                }
-                measure(workplace, which, args.out, known)
+    how = {"temperature": args.temperature, "topk": args.topk, "resampled": args.resampled}
+    for which in benches.runs(args, workplace):
+        measure(workplace, which | how, args.out, known)
 
 
 def measure(workplace: Workplace, which: dict[str, Any], out: Path, known: Known) -> None:

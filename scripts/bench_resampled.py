@@ -45,6 +45,14 @@ def reused(workplace: Workplace, folder: Path, which: Mapping[str, Any]) -> Run 
     return None
 
 
+def made(workplace: Workplace, which: Mapping[str, Any]) -> Run:
+    """A new run."""
+    count = which["resampled"]
+    further = KeptFurther(workplace.bench.answers, count) if count else None
+    workplace.bench = replace(workplace.bench, further=further)
+    return workplace.run(which["pattern"], which["arrangement"], which["seed"])
+
+
 def share(rows: Sequence[Sequence[float]]) -> float:
     """First guesses that are right."""
     return sum(row[1] for row in rows) / sum(row[0] for row in rows)
@@ -60,33 +68,16 @@ def main() -> None:
         parser.error("--counts says from how many further answers is learned.")
     workplace = benches.workplace(args)
     report = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"runs": []}
-    for seed in range(args.seeds):
-        for pattern in args.patterns.split(","):
-            for name in args.arrangements.split(","):
-                for count in args.counts:
-                    which = {
-                        "target": Path(args.target).name,
-                        "dtype": workplace.precision,
-                        "pattern": pattern,
-                        "arrangement": name,
-                        "seed": seed,
-                        "requests": args.requests,
-                        "resampled": count,
-                    }
-                    if any(which.items() <= run.items() for run in report["runs"]):
-                        continue
-                    run = next(
-                        (found for folder in args.reuse if (found := reused(workplace, folder, which))), None
-                    )
-                    if run is None:
-                        further = KeptFurther(workplace.bench.answers, count) if count else None
-                        workplace.bench = replace(workplace.bench, further=further)
-                        run = workplace.run(pattern, name, seed)
-                    report["runs"].append(kept(run, which))
-                    report["date"] = datetime.now(UTC).date().isoformat()
-                    args.out.write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
-                    end, came = share(run["curve"][-1]["counts"]), share(run["stream"])
-                    print(pattern, name, f"seed {seed}, {count} further: {end:.4f}, as they came {came:.4f}")
+    for one in benches.runs(args, workplace):
+        for which in ({**one, "resampled": count} for count in args.counts):
+            if any(which.items() <= run.items() for run in report["runs"]):
+                continue
+            run = next((found for folder in args.reuse if (found := reused(workplace, folder, which))), None)
+            report["runs"].append(kept(run or made(workplace, which), which))
+            report["date"] = datetime.now(UTC).date().isoformat()
+            args.out.write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
+            end, came = (share(report["runs"][-1][place]) for place in ("held_out", "came"))
+            print(*which.values(), f"in the end {end:.4f}, as they came {came:.4f}", flush=True)
 
 
 if __name__ == "__main__":

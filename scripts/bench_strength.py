@@ -55,26 +55,17 @@ def main() -> None:
     parser.add_argument("--arrangements", default="joint+gate,mixed-replay")
     args = parser.parse_args()
     workplace = benches.workplace(args)
-    for pattern in args.patterns.split(","):
-        for name in args.arrangements.split(","):
-            for seed in range(args.seeds):
-                which = {
-                    "target": Path(args.target).name,
-                    "dtype": workplace.precision,
-                    "pattern": pattern,
-                    "arrangement": name,
-                    "seed": seed,
-                    "requests": args.requests,
-                }
-                if args.temperature:  # runs of greedy answers tell none
-                    which["temperature"] = args.temperature
-                measure(workplace, which, args.out)
+    # Runs of greedy answers tell no temperature, and those that learned from no further answers no number.
+    how = {"temperature": args.temperature, "resampled": args.resampled}
+    for which in benches.runs(args, workplace):
+        measure(workplace, which | {name: value for name, value in how.items() if value}, args.out)
 
 
 def measure(workplace: Workplace, which: dict[str, Any], out: Path) -> None:
     """Add the run `which` to the results, unless it is there."""
     report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"runs": []}
-    same = (run for run in report["runs"] if run.get("temperature") == which.get("temperature"))
+    apart = ("temperature", "resampled")
+    same = (run for run in report["runs"] if all(run.get(key) == which.get(key) for key in apart))
     if any(which.items() <= run.items() for run in same):
         return
     arrangement = at_full_strength(which["arrangement"])

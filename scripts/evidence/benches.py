@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from feature_answers import TOPK
@@ -52,3 +54,18 @@ def workplace(args: argparse.Namespace, *more: str | int) -> Workplace:
         raise SystemExit("--temperature is between 0 and 1.")
     given = vars(args).get("topk", TOPK)
     return Workplace(arguments([*map(str, options)]), temperature, given)
+
+
+def runs(args: argparse.Namespace, workplace: Workplace) -> Iterator[dict[str, Any]]:
+    """What tells each run from the others, in the results too: all runs of one seed before the next."""
+    for seed in range(args.seeds):
+        for pattern in args.patterns.split(","):
+            for name in args.arrangements.split(","):
+                yield {
+                    "target": Path(args.target).name,
+                    "dtype": workplace.precision,
+                    "pattern": pattern,
+                    "arrangement": name,
+                    "seed": seed,
+                    "requests": args.requests,
+                }

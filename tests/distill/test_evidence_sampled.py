@@ -74,12 +74,22 @@ def test_greedy_and_sampled_runs_of_a_benchmark_are_not_taken_for_each_other(
 
     monkeypatch.setattr(benches, "workplace", lambda args: Workplace())
     given = ["bench_strength.py", "--data", "d", "--out", str(out), "--patterns", "steady"]
-    for more in ([], ["--temperature", "1"], [], ["--temperature", "1"], ["--temperature", ".7"]):
+    further = ["--resampled", "2"]
+    for more in (
+        [],
+        ["--temperature", "1"],
+        [],
+        ["--temperature", "1"],
+        ["--temperature", ".7"],
+        further,
+        further,
+    ):
         monkeypatch.setattr("sys.argv", [*given, "--arrangements", "joint", *more])
         strength.main()
-    assert len(made) == 3
+    assert len(made) == 4
     runs = json.loads(out.read_text(encoding="utf-8"))["runs"]
-    assert [run.get("temperature") for run in runs] == [None, 1.0, 0.7]
+    assert [run.get("temperature") for run in runs] == [None, 1.0, 0.7, None]
+    assert [run.get("resampled") for run in runs] == [None, None, None, 2]
 
 
 def test_records_that_keep_more_of_a_token_have_files_of_their_own(tmp_path: Path) -> None:
