@@ -46,14 +46,14 @@ class Further(Protocol):
         """How many further answers to its prompt there are."""
 
     def get(self, record: ReplayRecord, number: int) -> ReplayRecord:
-        """The record with one of them: without an id, since what is kept under it belongs to its own."""
+        """The record with that answer, and without its id, under which states of the served one may be kept."""
 
     def forget(self) -> None:
         """Drop all: to be called after records were purged."""
 
 
 class NoFurther:
-    """There are none."""
+    """For a trainer that learns from the served answers alone."""
 
     def prepare(self, records: Sequence[ReplayRecord], on_token: Callable[[], None]) -> None:
         pass
@@ -69,7 +69,7 @@ class NoFurther:
 
 
 class FurtherAnswers:
-    """Those that a copy of the target gives."""
+    """Further answers that a copy of the target gives when an update asks for them."""
 
     def __init__(
         self, target: LanguageModel, wanted: int, states: RecordStates | None = None, limit_bytes: int = LIMIT

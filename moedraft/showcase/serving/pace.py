@@ -51,7 +51,8 @@ class Pace:
         pauses = 1 + math.ceil((self.requests - done) / self.window)
         least = LEAST_SHARE * each * self.window
         if pauses == 1 and self.step_seconds:
-            least = max(least, self.beside + (LEAST_STEPS + 0.5) * self.step_seconds)  # time goes on
+            # Half a step more, since some time passes until `next_steps` is asked.
+            least = max(least, self.beside + (LEAST_STEPS + 0.5) * self.step_seconds)
         self.pause_ends = now + max(least, left / pauses)
 
     def _possible(self, each: float) -> int:
