@@ -74,16 +74,8 @@ def test_greedy_and_sampled_runs_of_a_benchmark_are_not_taken_for_each_other(
 
     monkeypatch.setattr(benches, "workplace", lambda args: Workplace())
     given = ["bench_strength.py", "--data", "d", "--out", str(out), "--patterns", "steady"]
-    further = ["--resampled", "2"]
-    for more in (
-        [],
-        ["--temperature", "1"],
-        [],
-        ["--temperature", "1"],
-        ["--temperature", ".7"],
-        further,
-        further,
-    ):
+    warm, cooler, further = ["--temperature", "1"], ["--temperature", ".7"], ["--resampled", "2"]
+    for more in ([], warm, [], warm, cooler, further, further):
         monkeypatch.setattr("sys.argv", [*given, "--arrangements", "joint", *more])
         strength.main()
     assert len(made) == 4

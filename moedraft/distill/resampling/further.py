@@ -46,7 +46,7 @@ class Further(Protocol):
         """How many further answers to its prompt there are."""
 
     def get(self, record: ReplayRecord, number: int) -> ReplayRecord:
-        """The record with that answer, and without its id, under which states of the served one may be kept."""
+        """The record with that answer; without its id, which names states of the served answer."""
 
     def forget(self) -> None:
         """Drop all: to be called after records were purged."""
