@@ -4,7 +4,8 @@
     python scripts/bench_sampled.py --data ../shared/data --out results/smollm2/sampled.json
 
 As `bench_experts.py`, with answers drawn at a temperature, as most servers of chats do. The stream is
-drawn at `--learned-at`; then held-out prompts are answered at each of `--temperatures`, 0 being greedy.
+drawn at `--learned-at`, once for the experts and once for the one adapter that they stand beside; then
+held-out prompts are answered at each of `--temperatures`, 0 being greedy.
 Verification is the engine's own, by default chain, which keeps to the target's distribution; the answers of
 two systems differ, so they are not compared with each other.
 
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from bench_experts import (
     ANSWERS,
+    ONE,
     Answered,
     Pair,
     Prompts,
@@ -38,6 +40,7 @@ from bench_experts import (
     prompts_for,
     rounded,
     taught,
+    with_one_adapter,
 )
 
 from moedraft.chat import prompt_ids
@@ -49,8 +52,17 @@ from moedraft.showcase.findings.estimates import change, quotient, ratio
 from moedraft.showcase.measure import step_costs, warm_up
 from moedraft.system.build import System, opened
 
-NAMES = ("plain", "static", "experts", ANSWERS, f"static + {ANSWERS}", f"experts + {ANSWERS}")
-DRAFTERS = ("static", "experts")
+NAMES = (
+    "plain",
+    "static",
+    "experts",
+    ONE,
+    ANSWERS,
+    f"static + {ANSWERS}",
+    f"experts + {ANSWERS}",
+    f"{ONE} + {ANSWERS}",
+)
+DRAFTERS = ("static", "experts", ONE)
 KEPT = 16  # likeliest tokens of the target that a record keeps
 BY = (*DRAFTERS, *(f"{name}, by kept tokens" for name in DRAFTERS))  # all tokens, or those of a record
 WARMING = 2  # prompts of each domain, neither learned from nor measured, that a budget sees first
@@ -59,6 +71,8 @@ QUOTIENTS = (
     ("experts", ANSWERS),
     (f"experts + {ANSWERS}", ANSWERS),
     (f"experts + {ANSWERS}", f"static + {ANSWERS}"),
+    ("experts", ONE),
+    (f"experts + {ANSWERS}", f"{ONE} + {ANSWERS}"),
 )
 
 
@@ -86,12 +100,13 @@ def acceptances(
     logits = system.target.forward(system.target.new_cache(1), 0, ids, [0])[0, -count - 1 : -1]
     wanted, found = distribution(logits, temperature), {}
     features = features_of(system.draft, system.target, text)
-    assert isinstance(system.draft, FeatureBase)
     assert features is not None
-    draft = system.draft.hf
     for name in DRAFTERS:
+        base, bank = systems.of(name).draft, systems.of(name).bank
+        assert isinstance(base, FeatureBase)
+        draft = base.hf
         with systems.serving(name):
-            system.bank.select([domain])
+            bank.select([systems.drafts(name, domain)])
             hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
             drawn = distribution(draft.logits(hidden[:, -count:])[0], temperature)
             tokens = draft.vocabulary  # of whoever drafts now
@@ -102,15 +117,25 @@ def acceptances(
     return found
 
 
-def figures(found: Answered, accepted: dict[str, list[Pair]]) -> dict[str, Any]:
+def counted(rounds: list[Answered]) -> tuple[dict[str, list[Pair]], dict[str, list[Pair]]]:
+    """By system and prompt, added up over the rounds: (tokens, seconds), and (tokens, target steps)."""
+    speed: dict[str, list[Pair]] = {}
+    length: dict[str, list[Pair]] = {}
+    for name, (outputs, _) in rounds[0].items():
+        for i in range(len(outputs)):
+            mine = [one[name][0][i] for one in rounds]
+            tokens = float(sum(len(output.token_ids) for output in mine))
+            seconds = sum(one[name][1][i] for one in rounds)
+            steps = float(sum(max(1, output.speculation.num_steps) for output in mine))
+            speed.setdefault(name, []).append((tokens, seconds))
+            length.setdefault(name, []).append((tokens, steps))
+    return speed, length
+
+
+def figures(rounds: list[Answered], accepted: dict[str, list[Pair]]) -> dict[str, Any]:
     """Each system's speed and tokens a step, some of them beside others, and what the experts changed."""
-    speed, length = {}, {}
-    for name, (outputs, seconds) in found.items():
-        tokens = [float(len(output.token_ids)) for output in outputs]
-        speed[name] = list(zip(tokens, seconds, strict=True))
-        steps = [float(max(1, output.speculation.num_steps)) for output in outputs]
-        length[name] = list(zip(tokens, steps, strict=True))
-    gain = change(accepted["static"], accepted["experts"])
+    speed, length = counted(rounds)
+    gain, beside = (change(accepted[name], accepted["experts"]) for name in ("static", ONE))
     kept = change(accepted["static, by kept tokens"], accepted["experts, by kept tokens"])
     return {
         **{
@@ -119,13 +144,15 @@ def figures(found: Answered, accepted: dict[str, list[Pair]]) -> dict[str, Any]:
                 "times_plain": rounded(quotient(speed[name], speed["plain"])),
                 "tokens_per_step": rounded(ratio(length[name])),
             }
-            for name in found
+            for name in speed
         },
         **{f"{a} / {b}": rounded(quotient(speed[a], speed[b])) for a, b in QUOTIENTS},
         "acceptance": {
             "static": rounded(gain.before),
             "experts": rounded(gain.after),
+            ONE: rounded(beside.before),
             "gain": rounded(gain.difference),
+            f"more than {ONE}": rounded(beside.difference),
             "gain by kept tokens": rounded(kept.difference),
         },
     }
@@ -136,9 +163,10 @@ def by_domain(prompts: Prompts, accepted: dict[str, list[Pair]]) -> dict[str, An
     found = {}
     for domain in sorted({name for name, _ in prompts}):
         mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
-        before, after = ([accepted[name][i] for i in mine] for name in DRAFTERS)
-        gain = change(before, after)
+        static, experts, one = ([accepted[name][i] for i in mine] for name in DRAFTERS)
+        gain = change(static, experts)
         found[domain] = {"static": rounded(gain.before), "experts": rounded(gain.after)}
+        found[domain][ONE] = rounded(change(one, experts).before)
     return found
 
 
@@ -146,15 +174,15 @@ def measure(
     systems: Systems, prompts: Prompts, params: SamplingParams, args: argparse.Namespace
 ) -> dict[str, Any]:
     """All figures at one temperature, together and by domain."""
-    found = one_by_one(systems, prompts, params, rounds=1)  # another round would sample other answers
+    rounds = [one_by_one(systems, prompts, params, rounds=1) for _ in range(args.rounds)]  # drawn anew
     each = [
         acceptances(systems, prompt, output.token_ids, params.temperature)
-        for prompt, output in zip(prompts, found["plain"][0], strict=True)
+        for prompt, output in zip(prompts, rounds[0]["plain"][0], strict=True)
     ]
     accepted = {name: [one[name] for one in each] for name in BY}
     rates, _ = in_a_queue(systems, prompts, params, args.queue_rounds)
     return {
-        "all": figures(found, accepted),
+        "all": figures(rounds, accepted),
         "by_domain": by_domain(prompts, accepted),
         "batch": {name: rounded(quotient(rate, rates["plain"])) for name, rate in rates.items()},
         "prompts": len(prompts),
@@ -164,17 +192,19 @@ def measure(
 def run(args: argparse.Namespace, seed: int, home: Path) -> Iterator[dict[str, Any]]:
     """One home, that learns unless it has; the report so far after each temperature."""
     settings = load_settings(home=home, target=args.target, draft=args.draft, update_every=args.update_every)
-    with opened(settings) as system:
-        warm_up(system)
+    with opened(settings) as system, with_one_adapter(system) as one:
+        for each in (system, one):
+            warm_up(each)
         stream = prompts_for(args, "stream", args.requests, seed)
         drawn = SamplingParams(max_tokens=args.max_tokens, temperature=args.learned_at)
         report: dict[str, Any] = {"learning": taught(system, stream, drawn, seed), "temperatures": {}}
+        report["learning of one adapter"] = taught(one, stream, drawn, seed)
         report |= {"step_ms": step_costs(system), **surroundings(system)}
         prompts = prompts_for(args, "dev", args.heldout, seed)
         others = prompts_for(args, "dev", args.heldout + WARMING, seed)[len(prompts) :]
         for temperature in args.temperatures:
             params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature)
-            systems = Systems(system, names=NAMES)
+            systems = Systems(system, one, names=NAMES)
             for budget in systems.budgets.values():  # what the stream has shown is the experts' acceptance
                 budget.acceptance.clear()
             begin(systems, others, params)
@@ -198,6 +228,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learned-at", type=float, default=1.0, help="temperature of the stream")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
+    parser.add_argument("--rounds", type=int, default=2, help="times that each prompt is answered alone")
     parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
     args = parser.parse_args()
     given = {key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")}

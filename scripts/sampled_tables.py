@@ -16,6 +16,8 @@ BESIDE = {
     "experts / lookup in answers": "experts alone, × both lookups",
     "experts + lookup in answers / lookup in answers": "both lookups and experts, × both lookups",
     "experts + lookup in answers / static + lookup in answers": "the same, × lookups and shipped drafter",
+    "experts / one adapter": "experts alone, × one adapter alone",
+    "experts + lookup in answers / one adapter + lookup in answers": "with both lookups each",
 }
 
 
@@ -66,9 +68,14 @@ def beside(found: dict[str, Any]) -> str:
     for key, words in {
         "static": "first drafted token accepted, as shipped",
         "experts": "with experts",
+        "one adapter": "with one adapter",
+        "more than one adapter": "experts more than one adapter",
     }.items():
         rows.append(
-            [words, *(shown(mean(found, "temperatures", t, "all", "acceptance", key)) for t in temperatures)]
+            [
+                words,
+                *(shown(mean(found, "temperatures", t, "all", "acceptance", key), 3) for t in temperatures),
+            ]
         )
     for domain in found["seeds"][0]["temperatures"][temperatures[0]]["by_domain"]:
         row = [f"{domain}, as shipped → with experts"]
