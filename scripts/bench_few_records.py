@@ -28,8 +28,9 @@ import torch
 from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED, ReplayRecord, SamplingParams
 from moedraft.distill.assembly import build_loop
-from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
+from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.measuring.figures import expected_tokens
+from moedraft.distill.rows.drawn import Drawn
 from moedraft.distill.single.trainer import LAST_RATE
 from moedraft.showcase import shipped
 from moedraft.storage.retention.holding import is_held_out

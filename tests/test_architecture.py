@@ -38,6 +38,7 @@ ROOMS = {
     "distill/memory": (3, 300),
     "distill/pace": (5, 320),
     "distill/resampling": (3, 335),
+    "distill/rows": (2, 70),
     "drafting": (12, 1750),
     "drafting/arms": (4, 280),
     "drafting/experts": (7, 780),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.rows.drawn import Drawn
 
 
 class OneTrainer(JointTrainer):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import aims, came, costs, decisions, growth, lows, missing, moves, paper, restarts, served
+from evidence import aims, came, costs, decisions, growth, lows, missing, moves, paper, restarts, served, won
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, ONLINE, ONLINE_GATED, STATIC, TABLED
 from evidence.figures import Runs
 from evidence.parts import PARTS
@@ -71,7 +71,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
         return [f"![{ABOUT_PICTURES[n]}]({folder / n}.png)\n\n{ABOUT_PICTURES[n]}" for n in there]
 
     first = introduction(target, named(out.resolve()))
-    parts = [first, "## What was found", *findings(whole), aims.part(whole)]
+    parts = [first, "## What was found", *findings(whole), aims.part(whole), won.part(whole)]
     parts += [method(target, whole["strengths"], whole["resampled"]), settings(whole)]
     parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole), came.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]

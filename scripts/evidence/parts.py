@@ -47,7 +47,7 @@ PARTS: dict[str, list[Job]] = {
         if pattern not in POISONED
         for name in (STATIC, *ONLINE_GATED, GATED)
     ],
-    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, SERVED)],
+    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, ONE_WIDE, SERVED)],
     "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],
     "interval": [("steady", name) for name in INTERVALS],
     "lean": [("steady", name) for name in (STATIC, JOINT, *LEAN)],

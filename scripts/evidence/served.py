@@ -12,6 +12,7 @@ from evidence.arrangements import (
     GATED,
     ONE_GATED,
     ONE_WIDE,
+    ONE_WIDE_GATED,
     SERVED,
     SERVED_EQUAL_COST,
     STATIC,
@@ -82,7 +83,11 @@ def finding(whole: Whole) -> str:
     ]
     one_wide = beside(whole, ONE_WIDE)
     equal = beside(whole, ONE_WIDE, SERVED_EQUAL_COST)
-    said += [one_wide, f"With {EQUAL_STEPS} steps an update: {equal}" if equal else ""]
+    said += [
+        one_wide,
+        beside(whole, ONE_WIDE_GATED),
+        f"With {EQUAL_STEPS} steps an update: {equal}" if equal else "",
+    ]
     said += [reasons(whole) if one_wide else "", beside(whole, NARROW), below(whole)]
     return "- " + " ".join(one for one in said if one)
 
@@ -143,7 +148,7 @@ def below(whole: Whole) -> str:
 
 def on_the_way(whole: Whole) -> str:
     """What domains lost while others learned, pattern by pattern; the same with a narrow shared adapter."""
-    said = [text for name in (SERVED, NARROW) for text in _lows(whole, name)]
+    said = [text for name in (SERVED, ONE_WIDE_GATED, NARROW) for text in _lows(whole, name)]
     if not said:
         return ""
     about = (

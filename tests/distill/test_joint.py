@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.lora.ranks import ALL, Kept
 from moedraft.distill.measuring.measures import JointMeasure
+from moedraft.distill.rows.drawn import owner_of
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.experts.adapter import read_adapter
 from moedraft.drafting.experts.lora import ExpertBank
@@ -246,9 +248,9 @@ def test_a_record_teaches_its_expert_as_often_as_it_is_believed_to_be_its_domain
         made = [a_record(home.target, 100 * number + i, topk=8) for i in range(8)]
         home.store.replay.add([replace(one, weights=weights) for one in made])
     owners: dict[float, Counter[str]] = {}
-    taught = home.trainer._taught
+    chance = random.Random(0)
     for record in home.store.replay.records() * 25:
-        owners.setdefault(record.belief, Counter())[taught(record)] += 1
+        owners.setdefault(record.belief, Counter())[owner_of(record, {"code"}, chance)] += 1
     assert owners[1.0] == {"code": 200}
     assert owners[0.0] == {SHARED: 200}
     assert 30 <= owners[0.25]["code"] <= 70
@@ -256,6 +258,33 @@ def test_a_record_teaches_its_expert_as_often_as_it_is_believed_to_be_its_domain
     assert update is not None
     records = {one.expert: one.records for one in update.candidates}
     assert 8 <= records["code"] < records[SHARED] <= 24
+
+
+def test_a_record_teaches_the_other_expert_as_often_as_it_is_believed_to_be_its(tmp_path: Path) -> None:
+    """Only experts with records of their own in the update are taught by those of others."""
+    home = Home(tmp_path, {"prose": 8})
+    unsure = {"code": 0.25, "prose": 0.5, "unknown": 0.25, SHARED: 0.0}
+    made = [a_record(home.target, i, topk=8) for i in range(8)]
+    home.store.replay.add([replace(one, weights=unsure) for one in made])
+    update = home.trainer.update()
+    assert update is not None
+    assert {one.expert for one in update.candidates} == {SHARED, "code", "prose"}
+    record = next(one for one in home.store.replay.records() if one.weights)
+    chance = random.Random(0)
+    taught = Counter(owner_of(record, {"code", "prose", SHARED}, chance) for _ in range(400))
+    assert taught.keys() == {"code", "prose"}
+    assert 60 <= taught["code"] <= 140
+
+
+def test_the_only_expert_that_learns_is_taught_by_its_own_records(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"prose": 8})
+    made = [a_record(home.target, i, topk=8) for i in range(8)]
+    home.store.replay.add([replace(one, weights={"code": 0.5, "prose": 0.5}) for one in made])
+    with home.trainer.only("code"):
+        update = home.trainer.update()
+    assert update is not None
+    assert [one.expert for one in update.candidates] == ["code"]
+    assert "prose" not in home.trainer.versions
 
 
 def test_a_record_that_teaches_the_shared_adapter_alone_gives_no_expert_a_gradient(tmp_path: Path) -> None:

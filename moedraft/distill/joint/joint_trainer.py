@@ -26,6 +26,7 @@ from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
 from moedraft.distill.resampling.further import Further, NoFurther, one_of, with_further
+from moedraft.distill.rows.drawn import Drawn, owner_of
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct
 from moedraft.drafting.experts.adapter import scaling
 from moedraft.feature.vocabulary import union
@@ -43,19 +44,6 @@ class JointUpdate:
     candidates: tuple[Candidate, ...]
     last_id: int  # the newest replay record that the update knew of
     loss: float  # mean of its steps, nats
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The records of one update."""
-
-    fresh: list[ReplayRecord]  # that came since the last update, newest first
-    replayed: list[ReplayRecord]
-    held_out: list[ReplayRecord]
-
-    @property
-    def train(self) -> list[ReplayRecord]:
-        return [*self.fresh, *self.replayed]
 
 
 class JointTrainer:
@@ -187,20 +175,8 @@ class JointTrainer:
         return Drawn(groups[0], groups[1], held_out)
 
     def batches(self, drawn: Drawn, steps: int) -> Iterator[list[ReplayRecord]]:
-        """`steps` lists of records: new ones, each twice at most, and replay, again and again."""
-        rng, rows = random.Random(self.seed), self.plan.rows
-        replayed = max(round(rows * self.plan.replayed), rows - 2 * len(drawn.fresh)) if drawn.replayed else 0
-        fresh, old = _cycled(drawn.fresh, rng), _cycled(drawn.replayed, rng)
-        for _ in range(steps):
-            yield [
-                *(next(old) for _ in range(replayed)),
-                *(next(fresh) for _ in range(rows - replayed)),
-            ]
-
-    def _taught(self, record: ReplayRecord) -> str:
-        """Whom this record teaches beside the shared adapter: its expert, as often as it is believed to."""
-        sure = record.belief
-        return record.domain if sure >= 1 or self._chance.random() < sure else SHARED
+        """See `Drawn.batches`."""
+        return drawn.batches(steps, self.plan.rows, self.plan.replayed, random.Random(self.seed))
 
     def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
         """A list of tokens for each expert among these records; the student drafts all of them."""
@@ -224,21 +200,21 @@ class JointTrainer:
     def _train(self, drawn: Drawn, steps: int, on_step: OnStep) -> tuple[float, Counter[str]]:
         """The mean loss, and how many different records taught each adapter. Raises FloatingPointError."""
         total, done, rng = 0.0, 0, random.Random(f"answers:{self.seed}")
-        used: dict[tuple[int, ...], str] = {}
+        learners = {record.domain for record in drawn.train}  # whose weights are in memory, and published
+        used: dict[tuple[int, ...], set[str]] = {}
         for number, chosen in enumerate(self.batches(drawn, steps)):
-            owners = [self._taught(record) for record in chosen]
+            owners = [owner_of(record, learners, self._chance) for record in chosen]
             texts = [one_of(record, self.further, rng) for record in chosen]
             loss = self._step(texts, owners, 1 - (1 - LAST_RATE) * number / steps)
             for record, owner in zip(chosen, owners, strict=True):
-                key = tuple(record.token_ids)
-                used[key] = used.get(key, owner) if owner == SHARED else owner
+                used.setdefault(tuple(record.token_ids), set()).add(owner)
             if loss is not None:
                 total, done = total + loss, done + 1
             self._done = number + 1
             on_step(self._done, total / max(done, 1))
         if not done:
             raise FloatingPointError("no step of the joint update had a finite loss.")
-        counts = Counter(name for name in used.values() if name != SHARED)
+        counts = Counter(name for names in used.values() for name in names if name != SHARED)
         return total / done, counts + Counter({SHARED: len(used)})
 
     def _step(self, records: list[ReplayRecord], owners: list[str], rate: float) -> float | None:
@@ -336,9 +312,3 @@ class JointTrainer:
             tensors=tensors,
             vocabulary=None if vocabulary is None else vocabulary.to(torch.int32),
         )
-
-
-def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:
-    """Yield all records again and again, each time in a new random order."""
-    while records:
-        yield from rng.sample(records, len(records))

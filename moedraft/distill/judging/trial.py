@@ -12,10 +12,11 @@ from itertools import chain
 
 from moedraft.core import SHARED, InvalidRequest, ReplayRecord
 from moedraft.distill.features.record_states import RecordStates
-from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
+from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.judging.gate import compare
 from moedraft.distill.measuring.figures import expected_tokens
 from moedraft.distill.measuring.measures import JointMeasure
+from moedraft.distill.rows.drawn import Drawn
 from moedraft.storage.store import TARGET_ID
 
 STEPS = 24  # of the optimiser

@@ -1,0 +1,59 @@
+"""Which records the rows of an update's batches hold, and whom each row teaches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from moedraft.core import SHARED, ReplayRecord
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The records of one update."""
+
+    fresh: list[ReplayRecord]  # that came since the last update, newest first
+    replayed: list[ReplayRecord]
+    held_out: list[ReplayRecord]
+
+    @property
+    def train(self) -> list[ReplayRecord]:
+        return [*self.fresh, *self.replayed]
+
+    def batches(
+        self, steps: int, rows: int, replayed: float, rng: random.Random
+    ) -> Iterator[list[ReplayRecord]]:
+        """`steps` lists of `rows` records: new ones, each twice at most, and replay, again and again.
+
+        replayed: the share of replay where there are new records enough.
+        """
+        old_rows = max(round(rows * replayed), rows - 2 * len(self.fresh)) if self.replayed else 0
+        fresh, old = _cycled(self.fresh, rng), _cycled(self.replayed, rng)
+        for _ in range(steps):
+            yield [
+                *(next(old) for _ in range(old_rows)),
+                *(next(fresh) for _ in range(rows - old_rows)),
+            ]
+
+
+def owner_of(record: ReplayRecord, learners: Collection[str], chance: random.Random) -> str:
+    """Whom a row of this record teaches beside the shared adapter; SHARED: nobody.
+
+    That is its domain's expert or another of `learners`, each as often as the text is believed to be its.
+    """
+    sure = record.belief
+    if sure >= 1 or chance.random() < sure:
+        return record.domain
+    others = {
+        name: weight
+        for name, weight in record.weights.items()
+        if weight > 0 and name in learners and name not in (record.domain, SHARED)
+    }
+    return chance.choices([*others], [*others.values()])[0] if others else SHARED
+
+
+def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:
+    """Yield all records again and again, each time in a new random order."""
+    while records:
+        yield from rng.sample(records, len(records))

@@ -1,0 +1,52 @@
+"""What scripts/evidence.py says of whom its arrangements harm, and who the default is therefore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evidence_runs import made_up
+from scripts_loader import load_script
+
+arrangements, figures, summary, won = (
+    load_script(f"evidence.{name}") for name in ("arrangements", "figures", "summary", "won")
+)
+STATIC, ONE, GATED, SERVED = (
+    getattr(arrangements, name) for name in ("STATIC", "ONE_WIDE", "ONE_WIDE_GATED", "SERVED")
+)
+
+
+def told(*runs: dict[str, Any]) -> str:
+    text: str = won.part(summary.summary(figures.Runs(runs)))
+    return text
+
+
+def test_an_arrangement_that_harms_a_domain_on_the_way_does_not_win() -> None:
+    still = made_up("steady", STATIC, 0, [0.4, 0.4, 0.4])
+    default = made_up("steady", SERVED, 0, [0.4, 0.5, 0.6])
+    dip = made_up("steady", ONE, 0, [0.4, 0.3, 0.7])
+    text = told(still, default, dip)
+    row = next(line for line in text.splitlines() if line.startswith("| one wide adapter "))
+    assert row.startswith("| one wide adapter | 1 | 1 | −.100 ")
+    assert "better 1, level 0, worse 0" in row
+    assert "with one wide adapter in 1 (steady mix); with joint, with gate, wide in 0." in text
+    assert "the default is the only one of them that harms nobody" in text
+
+
+def test_others_that_harm_nobody_either_are_named() -> None:
+    runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4])]
+    runs += [made_up("steady", name, 0, [0.4, 0.5, 0.6]) for name in (SERVED, GATED)]
+    assert "by safety alone one wide adapter, with gate would do as well" in told(*runs)
+
+
+def test_a_default_that_harms_a_domain_is_called_so() -> None:
+    runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4])]
+    runs += [made_up("steady", SERVED, 0, [0.4, 0.3, 0.6]), made_up("steady", ONE, 0, [0.4, 0.5, 0.6])]
+    assert "the default does not keep its promise here" in told(*runs)
+
+
+def test_only_orders_that_all_were_run_on_decide() -> None:
+    runs = [made_up(pattern, STATIC, 0, [0.4, 0.4, 0.4]) for pattern in ("steady", "drift")]
+    runs += [made_up(pattern, SERVED, 0, [0.4, 0.5, 0.6]) for pattern in ("steady", "drift")]
+    text = told(*runs, made_up("drift", ONE, 0, [0.4, 0.5, 0.6]))
+    assert "On the 1 order of traffic that all of these were run on" in text
+    assert told(*runs) == "", "nothing stands beside the default"
