@@ -8,7 +8,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from moedraft.drafting.base import draft_name, feature_folder, load_feature_base
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import load_model
 from moedraft.routing.embedder import Embedder
-from moedraft.routing.router import Router
+from moedraft.routing.router import Route, Router
+from moedraft.selecting.contest import LEAST_WEIGHT, TRUSTED
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
 RESAMPLED: int = Settings.model_fields["resampled_answers"].default
@@ -115,7 +116,7 @@ class Workplace:
         self.bench = _bench(args, self.plan, temperature, topk)
         self.domains = [load_domain(args.data, name, args.heldout) for name in args.domains.split(",")]
         self.embedder = Embedder()
-        self._routed: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+        self._routed: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Route]] = {}
 
     @property
     def precision(self) -> str:
@@ -144,7 +145,8 @@ class Workplace:
         one = arrangement if isinstance(arrangement, Arrangement) else ARRANGEMENTS[arrangement]
         alone = pattern.startswith(ONLY) and isinstance(self.bench.draft, FeatureDraft)
         tell = alone and one.trainer is not None
-        found = run(self.bench, one, stream, routed, held, seed, tell_tokens=tell, at_end=at_end)
+        more: dict[str, Any] = {"weights": self.weights(stream), "tell_tokens": tell, "at_end": at_end}
+        found = run(self.bench, one, stream, routed, held, seed, **more)
         words = {
             "pattern": pattern,
             "arrangement": one.name,
@@ -173,6 +175,20 @@ class Workplace:
 
     def route(self, registered: tuple[str, ...], prompts: Sequence[str]) -> list[str]:
         """The domain that the router sends each prompt to."""
+        return [route.domain for route in self._routes(registered, prompts)]
+
+    def weights(self, stream: Traffic) -> list[dict[str, float]]:
+        """Whose text each request may be, by the router; nothing where it is sure, or the client said it.
+
+        A server keeps them likewise, but after comparing what the experts guess as well.
+        """
+        routes = self._routes(stream.registered, [query.prompt for query in stream.queries])
+        return [
+            {} if query.pinned or route.confidence >= TRUSTED else _kept(route.probabilities)
+            for query, route in zip(stream.queries, routes, strict=True)
+        ]
+
+    def _routes(self, registered: tuple[str, ...], prompts: Sequence[str]) -> list[Route]:
         key = registered, tuple(prompts)
         if key not in self._routed:
             router = Router(self.embedder, self.args.cache / "router" / "+".join(registered))
@@ -180,8 +196,12 @@ class Workplace:
             examples = {domain.name: domain.examples for domain in known if domain.name in registered}
             if not router.matches(examples):
                 router.fit(examples)
-            self._routed[key] = [route.domain for route in router.route(prompts)]
+            self._routed[key] = router.route(prompts)
         return self._routed[key]
+
+
+def _kept(probabilities: Mapping[str, float]) -> dict[str, float]:
+    return {name: share for name, share in probabilities.items() if share >= LEAST_WEIGHT}
 
 
 def _bench(args: argparse.Namespace, plan: Plan, temperature: float, topk: int) -> Bench:

@@ -72,7 +72,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
 
     first = introduction(target, named(out.resolve()))
     parts = [first, "## What was found", *findings(whole), aims.part(whole), won.part(whole)]
-    parts += [method(target, whole["strengths"], whole["resampled"]), settings(whole)]
+    parts += [method(target, whole["strengths"], whole["resampled"], whole["unsure"]), settings(whole)]
     parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole), came.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]

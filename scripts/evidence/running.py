@@ -6,7 +6,7 @@ import copy
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,6 +61,7 @@ class Served:
 
     record: ReplayRecord
     routed: str
+    weights: Mapping[str, float] = field(default_factory=dict)  # as a record's: whose text it may be
 
 
 @dataclass(frozen=True)
@@ -221,23 +222,27 @@ def run(
     held: Sequence[Served],
     seed: int,
     *,
+    weights: Sequence[Mapping[str, float]] = (),
     tell_tokens: bool = False,
     at_end: AtEnd | None = None,
 ) -> dict[str, Any]:
     """Serve the traffic; `routed` is the router's answer to each request. What was found, as JSON.
 
-    tell_tokens: also which tokens of the held-out prompts' answers are guessed, before and after. at_end: is
-    shown the run and the held-out prompts when all is learned; what it returns is there as "at_end".
+    weights: of each request, whose text it may be; none: as it was routed. tell_tokens: also which tokens of
+    the held-out prompts' answers are guessed, before and after. at_end: is shown the run and the held-out
+    prompts when all is learned; what it returns is there as "at_end".
     """
     torch.manual_seed(seed)
     records = bench.answers.records(traffic.queries)
     if bench.further:
         bench.further.prepare(records, lambda: None)
-    served = [Served(record, name) for record, name in zip(records, routed, strict=True)]
+    each = weights or [{}] * len(records)
+    served = [Served(*one) for one in zip(records, routed, each, strict=True)]
     with new_home(traffic.registered) as store:
         one = Run(bench, arrangement, store, seed)
         found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
         found["strength"] = one.trainer.plan.strength
+        found["unsure"] = sum(bool(one.weights) for one in served)
         found["resampled"] = len(bench.further.more) if bench.further else 0
         found["own_tokens"] = bench.own_tokens if one.trainer.student.has_lists else None
         known = round(len(served) * arrangement.beforehand)
@@ -319,7 +324,7 @@ def _target_operations(bench: Bench, records: Sequence[ReplayRecord]) -> int:
 
 
 def _under(served: Served) -> ReplayRecord:
-    return replace(served.record, domain=served.routed, expert=served.routed)
+    return replace(served.record, domain=served.routed, expert=served.routed, weights=dict(served.weights))
 
 
 def _copy(draft: FeatureDraft) -> FeatureDraft:

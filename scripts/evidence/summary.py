@@ -54,6 +54,7 @@ def summary(runs: Runs) -> dict[str, Any]:
         },
         "strengths": sorted({run.get("strength", WHOLE) for run in every if run["updates"]}),
         "resampled": {pattern: _resampled(every, pattern) for pattern in patterns},
+        "unsure": {pattern: _unsure(every, pattern) for pattern in patterns},
         "router": {pattern: routed_right(runs, pattern) for pattern in patterns},
         "patterns": patterns,
     }
@@ -62,6 +63,12 @@ def summary(runs: Runs) -> dict[str, Any]:
 def _resampled(every: Sequence[Found], pattern: str) -> list[int]:
     """Further answers to a prompt that the runs of this pattern learned from; older runs tell none."""
     return sorted({run.get("resampled", 0) for run in every if run["pattern"] == pattern and run["updates"]})
+
+
+def _unsure(every: Sequence[Found], pattern: str) -> list[int | None]:
+    """How many requests taught by probability in the runs of this pattern; None: such as do not tell."""
+    found = {run.get("unsure") for run in every if run["pattern"] == pattern and run["updates"]}
+    return sorted(found, key=lambda count: -1 if count is None else count)
 
 
 def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:

@@ -81,7 +81,8 @@ EQUAL_WEIGHTS = """\
   [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic;
   whole in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all
   others.{strength}
-- **Further answers**: {further}"""
+- **Further answers**: {further}
+- **Unsure routing**: {unsure}"""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
@@ -111,13 +112,34 @@ def further_answers(resampled: Mapping[str, Sequence[int]]) -> str:
     return said + (f"with {listed(without)} nothing does." if without else "there is no other traffic.") + how
 
 
-def method(target: str, strengths: Sequence[float], resampled: Mapping[str, Sequence[int]]) -> str:
-    """strengths: with which the runs' adapters were published. resampled: see `further_answers`."""
+def unsure_routing(unsure: Mapping[str, Sequence[int | None]]) -> str:
+    """Whom a request teaches that the router does not know well. unsure: their numbers, by traffic and run."""
+    said = (
+        "where the router is less than 95 % sure, a record teaches each expert as often as the router "
+        "believes the text to be its"
+    )
+    counted = {pattern: [n for n in counts if n is not None] for pattern, counts in unsure.items()}
+    some = [f"{title_of(name)} (up to {max(found)} requests)" for name, found in counted.items() if found]
+    if not some:
+        return f"{said}; in these runs, which are older, it teaches the one that it was routed to."
+    older = [title_of(pattern) for pattern, counts in unsure.items() if None in counts]
+    rest = f" In older runs ({listed(older)}) it teaches the one that it was routed to." if older else ""
+    return f"{said}: with {listed(some)}.{rest}"
+
+
+def method(
+    target: str,
+    strengths: Sequence[float],
+    resampled: Mapping[str, Sequence[int]],
+    unsure: Mapping[str, Sequence[int | None]],
+) -> str:
+    """strengths: with which the runs' adapters were published. The others: see the functions above."""
     if target == "mini":
         return METHOD_TEXT.format(weights=UNEQUAL_WEIGHTS)
     found = listed(f"{one:g}" for one in strengths)
     said = FULL_STRENGTH if [*strengths] == [1.0] else f" Adapters are published at a strength of {found}."
-    weights = EQUAL_WEIGHTS.format(strength=said, further=further_answers(resampled))
+    more = {"further": further_answers(resampled), "unsure": unsure_routing(unsure)}
+    weights = EQUAL_WEIGHTS.format(strength=said, **more)
     return METHOD_TEXT.format(weights=weights)
 
 

@@ -50,3 +50,10 @@ def test_only_orders_that_all_were_run_on_decide() -> None:
     text = told(*runs, made_up("drift", ONE, 0, [0.4, 0.5, 0.6]))
     assert "On the 1 order of traffic that all of these were run on" in text
     assert told(*runs) == "", "nothing stands beside the default"
+
+
+def test_a_page_says_in_which_runs_unsure_records_teach_by_probability() -> None:
+    words = load_script("evidence.words")
+    text = words.unsure_routing({"steady": [3, 5], "drift": [None]})
+    assert "with steady mix (up to 5 requests). In older runs (slow drift)" in text
+    assert "in these runs, which are older" in words.unsure_routing({"steady": [None], "drift": []})
