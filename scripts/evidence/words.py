@@ -113,7 +113,7 @@ def further_answers(resampled: Mapping[str, Sequence[int]]) -> str:
 
 
 def unsure_routing(unsure: Mapping[str, Sequence[int | None]]) -> str:
-    """Whom a request teaches that the router does not know well. unsure: their numbers, by traffic and run."""
+    """Whom a request teaches that the router does not know well. unsure: how many, by traffic and run."""
     said = (
         "where the router is less than 95 % sure, a record teaches each expert as often as the router "
         "believes the text to be its"
