@@ -11,6 +11,7 @@ from markdown_tables import table
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.showcase.findings.estimates import change
 
+LIKE = {"mixed-replay": JOINT, "mixed-replay:jsd": "joint:jsd"}  # one adapter, and experts that learn so
 BESIDE = {
     "experts / static": "experts, × the drafter as it is shipped",
     "experts / lookup in answers": "experts alone, × both lookups",
@@ -158,18 +159,14 @@ def over_all(found: dict[str, Any]) -> str:
     runs = {(run["arrangement"], run["resampled"], run["seed"]): run["rows"] for run in found["runs"]}
     rows = []
     for (name, further, seed), mine in runs.items():
-        base = runs.get((JOINT, 0, seed))
+        base, alike = runs.get((JOINT, 0, seed)), runs.get((LIKE.get(name, ""), further, seed))
         tokens = sum(row[0] for row in mine)
         kept = sum(row[2][0] for row in mine) / tokens
         row = [ARRANGEMENTS[name].title, str(further), str(seed)]
         row += [f"{sum(row[1] for row in mine) / tokens:.3f}", f"{kept:.3f}"]
-        if base is None or mine is base:
-            rows.append([*row, "—"])
-            continue
-        one = change([(r[1], r[0]) for r in base], [(r[1], r[0]) for r in mine]).difference
-        rows.append([*row, f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"])
+        rows.append([*row, _more(base, mine), _more(mine, alike)])
     head = ["arrangement", "further answers", "seed", "first drafted token accepted", "by kept tokens alone"]
-    head.append("accepted, beside joint by fkl")
+    head += ["accepted, beside joint by fkl", "what experts have more, that learned alike"]
     one = found["runs"][0]
     note = (
         f"{len(one['rows'])} held-out prompts, answers sampled at temperature {one['temperature']:g}, "
@@ -177,3 +174,11 @@ def over_all(found: dict[str, Any]) -> str:
         "named. Intervals are 95 %, paired, over the prompts."
     )
     return f"{table(head, rows)}\n\n{note}"
+
+
+def _more(before: list[Any] | None, after: list[Any] | None) -> str:
+    """How much more is accepted, by rows [tokens, accepted, ...] of the same prompts."""
+    if before is None or after is None or before is after:
+        return "—"
+    one = change([(r[1], r[0]) for r in before], [(r[1], r[0]) for r in after]).difference
+    return f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"

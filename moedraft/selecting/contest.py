@@ -33,6 +33,7 @@ NEAR_ARMS = 4  # most arms that are compared later on, besides those drawn at ra
 HEARD_RATE = 0.7  # RATE of the evidence alone: four more guesses than any other arm make about 90 %
 HEARD_SHARE = 0.001  # SHARE of it: what counts is all that was compared of the answer, not its end
 MOST_STANDINGS = 64  # of an answer that are kept, to be shown
+NOBODY = ""  # in a record's weights: what stands for some other domain, nobody knows which
 LEAST_WEIGHT = 0.005  # of an arm, to be kept when the request ends
 NEAR = 0.003  # part of the leader's weight that an arm needs to be compared again
 
@@ -164,15 +165,21 @@ class Contest:
         """Leave the final standings with the row, from which its replay record gets them.
 
         The evidence alone says nothing of arms that were never compared, nor of one beside none. Of a domain
-        that has no trained expert yet all of it says nothing, so that its records teach it.
+        that has no trained expert yet all of it says nothing, so that its records teach it. Where nothing was
+        compared the router's word is left, unless it was sure.
         """
-        self.row.uncompared = "" if self.times else self._why_not()
-        if self.times and not self.row.unlearned:
-            self.row.weights = _kept(self.own.weights)
-            self.row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
-        elif not self.times and self.row.owner not in (None, self.row.expert):
-            # Earlier answers speak against the router.
-            self.row.weights = _kept(self.standings.weights)
+        row = self.row
+        row.uncompared = "" if self.times else self._why_not()
+        if self.times and not row.unlearned:
+            row.weights = _kept(self.own.weights)
+            row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
+        elif not self.times and row.owner not in (None, row.expert):
+            # Earlier answers speak against the router. Whose it is instead must not follow from them.
+            mine = {arm: w for arm, w in self.standings.weights.items() if arm in (row.owner, SHARED)}
+            row.weights = _kept({**mine, NOBODY: 1 - sum(mine.values())})
+        elif self.believed and not self.times and not row.unlearned:
+            sure = max(self.own.weights.values()) >= TRUSTED
+            row.weights = {} if sure else _kept(self.own.weights)
 
     def tell(self) -> None:
         """Let the router's next answers be corrected by what this answer has shown, once it has ended.

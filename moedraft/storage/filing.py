@@ -19,7 +19,8 @@ from moedraft.storage.tables import domains, replay, replay_states
 
 MOST_TOLD = 2000  # ids that `filed` keeps
 _FILED = "filed_records"  # meta key: their ids
-_KEPT = [column for column in replay.c if column.name not in ("id", "domain")]
+# How the drafts stood ("weights") tells of other domains than this one, whose the text is now known to be.
+_KEPT = [column for column in replay.c if column.name not in ("id", "domain", "weights")]
 
 
 def file_under(store: Store, name: str, ids: Sequence[int]) -> int:

@@ -64,7 +64,13 @@ class Answers:
         for prompt, one in zip(missing, answered(draft, missing, "", self.max_tokens), strict=True):
             self._drafted[tuple(prompt)] = self._labelled(one)
         return [
-            replace(self._drafted[tuple(prompt)], domain=one.domain, expert=one.expert, source=one.source)
+            replace(
+                self._drafted[tuple(prompt)],
+                domain=one.domain,
+                expert=one.expert,
+                source=one.source,
+                weights=one.weights,
+            )
             for prompt, one in zip(prompts, records, strict=True)
         ]
 

@@ -180,11 +180,11 @@ class Workplace:
     def weights(self, stream: Traffic) -> list[dict[str, float]]:
         """Whose text each request may be, by the router; nothing where it is sure, or the client said it.
 
-        A server keeps them likewise, but after comparing what the experts guess as well.
+        A server does so where it compared nothing; else it goes by what the experts guessed as well.
         """
         routes = self._routes(stream.registered, [query.prompt for query in stream.queries])
         return [
-            {} if query.pinned or route.confidence >= TRUSTED else _kept(route.probabilities)
+            {} if query.pinned or max(route.probabilities.values()) >= TRUSTED else _kept(route.probabilities)
             for query, route in zip(stream.queries, routes, strict=True)
         ]
 

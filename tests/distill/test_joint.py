@@ -27,7 +27,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.lora.ranks import ALL, Kept
 from moedraft.distill.measuring.measures import JointMeasure
-from moedraft.distill.rows.drawn import owner_of
+from moedraft.distill.rows.drawn import owner_of, whose
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.experts.adapter import read_adapter
 from moedraft.drafting.experts.lora import ExpertBank
@@ -272,8 +272,18 @@ def test_a_record_teaches_the_other_expert_as_often_as_it_is_believed_to_be_its(
     record = next(one for one in home.store.replay.records() if one.weights)
     chance = random.Random(0)
     taught = Counter(owner_of(record, {"code", "prose", SHARED}, chance) for _ in range(400))
-    assert taught.keys() == {"code", "prose"}
+    assert taught.keys() == {"code", "prose", SHARED}
     assert 60 <= taught["code"] <= 140
+    assert 160 <= taught["prose"] <= 240
+    assert 60 <= taught[SHARED] <= 140, "nobody's, since that domain has no records here"
+
+
+def test_a_list_of_tokens_counts_records_that_may_be_its_domains() -> None:
+    target = a_target()
+    unsure = {"code": 0.5, "prose": 0.3, "unknown": 0.15, SHARED: 0.05}
+    record = replace(a_record(target, 0, topk=8), weights=unsure)
+    assert whose(record) == {"code", "prose"}
+    assert whose(replace(record, weights={})) == {"code"}
 
 
 def test_the_only_expert_that_learns_is_taught_by_its_own_records(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from moedraft import core
 from moedraft.core import SHARED
 from moedraft.evidence import Passage
 from moedraft.routing.router import Route
-from moedraft.selecting.contest import ALL_ARMS, NEAR_ARMS, Contest, arms_to_compare
+from moedraft.selecting.contest import ALL_ARMS, NEAR_ARMS, NOBODY, Contest, arms_to_compare
 from moedraft.selecting.prior.confusion import Confusion
 from moedraft.selecting.selector import LEAST_PART, SAVED, TIME_SHARE, EvidenceSelector
 
@@ -736,7 +736,23 @@ def test_a_record_of_an_answer_that_nobody_compared_is_believed_less_where_other
     one = begins(selector)
     selector.settle(one)
     assert (one.domain, one.expert) == ("sql", "french")
-    assert one.weights["french"] > 0.5
+    assert one.weights.get("sql", 0) < 0.5 < one.weights[NOBODY]
+    assert "french" not in one.weights, "an expert would learn another's texts because it drafted for them"
+
+
+def test_a_record_of_an_answer_that_nobody_compared_is_believed_as_the_router_believes(
+    made: list[EvidenceSelector],
+) -> None:
+    unsure = Route("sql", 0.6, {"sql": 0.6, "python": 0.0, "french": 0.4, SHARED: 0.0})
+    selector = selector_of(made, Judged("french"), unsure, time_share=None)
+    one = begins(selector)
+    selector.settle(one)
+    assert one.domain == "sql"
+    assert one.weights["sql"] == pytest.approx(0.6, abs=0.02)
+    assert one.weights["french"] == pytest.approx(0.4, abs=0.02)
+    sure = begins(selector_of(made, Judged("french"), SURE_SQL, time_share=None))
+    made[-1].settle(sure)
+    assert sure.weights == {}
 
 
 def test_a_router_that_is_fitted_anew_is_believed_again(made: list[EvidenceSelector]) -> None:

@@ -26,7 +26,7 @@ from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
 from moedraft.distill.resampling.further import Further, NoFurther, one_of, with_further
-from moedraft.distill.rows.drawn import Drawn, owner_of
+from moedraft.distill.rows.drawn import Drawn, owner_of, whose
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct
 from moedraft.drafting.experts.adapter import scaling
 from moedraft.feature.vocabulary import union
@@ -180,9 +180,10 @@ class JointTrainer:
 
     def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
         """A list of tokens for each expert among these records; the student drafts all of them."""
-        by_domain: dict[str, list[ReplayRecord]] = {}
+        by_domain: dict[str, list[ReplayRecord]] = {record.domain: [] for record in records}
         for record in records:
-            by_domain.setdefault(record.domain, []).append(record)
+            for name in whose(record) & by_domain.keys():
+                by_domain[name].append(record)
         self.vocabularies.choose({name: with_further(some, self.further) for name, some in by_domain.items()})
         self._widen()
         found = {name: self.vocabularies.of(name) for name in by_domain if name != SHARED}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from moedraft.core import SHARED, ReplayRecord
 
+OFTEN = 0.25  # of a record's rows, from which on its tokens count for the list of the expert that they teach
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -40,17 +42,25 @@ class Drawn:
 def owner_of(record: ReplayRecord, learners: Collection[str], chance: random.Random) -> str:
     """Whom a row of this record teaches beside the shared adapter; SHARED: nobody.
 
-    That is its domain's expert or another of `learners`, each as often as the text is believed to be its.
+    That is one expert, drawn by whose the text is believed to be, if it is one of `learners` or its domain's.
     """
     sure = record.belief
     if sure >= 1 or chance.random() < sure:
         return record.domain
-    others = {
-        name: weight
-        for name, weight in record.weights.items()
-        if weight > 0 and name in learners and name not in (record.domain, SHARED)
-    }
-    return chance.choices([*others], [*others.values()])[0] if others else SHARED
+    others = others_of(record)
+    drawn = chance.choices([*others], [*others.values()])[0]
+    return drawn if drawn in learners else SHARED
+
+
+def whose(record: ReplayRecord) -> set[str]:
+    """Whose tokens the record's are: its domain's, and those of others that teach them often enough."""
+    return {record.domain, *(name for name, weight in others_of(record).items() if weight >= OFTEN)}
+
+
+def others_of(record: ReplayRecord) -> dict[str, float]:
+    """By other domain, how sure it is that the text is its; none of them is zero."""
+    weights = record.weights.items()
+    return {name: w for name, w in weights if w > 0 and name not in (record.domain, SHARED)}
 
 
 def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:
