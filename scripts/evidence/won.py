@@ -12,11 +12,11 @@ from evidence.streams import ONLY, POISONED, title_of
 from evidence.words import DASH, difference, how_many, listed, table
 
 Whole = dict[str, Any]
-RIVALS = (ONE_WIDE, ONE_WIDE_GATED, SERVED)
+COMPARED = (ONE_WIDE, ONE_WIDE_GATED, SERVED)
 HEAD = (
     "arrangement",
-    "orders of traffic",
-    "of these, a domain stood surely below static",
+    "patterns of traffic",
+    "of these, a domain lost more than .01",
     "lowest point of all",
     "in the end, beside the default",
     "on the requests as they came",
@@ -25,15 +25,18 @@ HEAD = (
 ABOUT = (
     "## What decides who the default is\n\n"
     "First that nobody loses, then what is gained: an operator who turns learning on must not fear for a "
-    "domain. All of these make further updates, with a wide shared adapter or one adapter as large. *Surely "
-    "below static*: at any measurement on the way or in the end, by the interval. What a rival has beside "
-    "the default: in how many orders it is surely better, level as far as can be told, and surely worse."
+    "domain. All of these make further updates, with a wide shared adapter or one adapter as large. *Lost "
+    "more than .01*: of first guesses, against static, at any measurement on the way or in the end, and "
+    "surely something by its interval, which is not corrected for how many there are. What a rival has "
+    "beside the default: on how many patterns it is surely better, level as far as can be told, and surely "
+    "worse. The gate of one adapter cannot leave a domain to the draft base alone, as that of experts can, "
+    "since all domains have the same adapter."
 )
 
 
 def part(whole: Whole) -> str:
     """The table and what follows from it; nothing where the default stands beside no other."""
-    of = {name: found for name in RIVALS if (found := _patterns(whole, name))}
+    of = {name: found for name in COMPARED if (found := _patterns(whole, name))}
     if SERVED not in of or len(of) == 1:
         return ""
     rows = [_row(whole, name, found) for name, found in of.items()]
@@ -41,7 +44,7 @@ def part(whole: Whole) -> str:
 
 
 def _patterns(whole: Whole, name: str) -> list[str]:
-    """Orders of traffic that it was run on, poisoned ones left out."""
+    """Patterns of traffic that it was run on, poisoned ones left out."""
     return [
         pattern
         for pattern, of in whole["patterns"].items()
@@ -50,11 +53,14 @@ def _patterns(whole: Whole, name: str) -> list[str]:
 
 
 def harmed(whole: Whole, name: str, patterns: Sequence[str]) -> list[str]:
-    """The orders in which a domain stood surely below static."""
+    """The patterns on which a domain lost more than the aims allow, and surely something."""
     return [
         pattern
         for pattern in patterns
-        if any(low["verdict"] == "worse" for low in lows.points(whole["patterns"][pattern][name]).values())
+        if any(
+            low["verdict"] == "worse" and low["value"] < -lows.WORST
+            for low in lows.points(whole["patterns"][pattern][name]).values()
+        )
     ]
 
 
@@ -84,7 +90,7 @@ def _counted(found: Sequence[Whole | None]) -> str:
 
 
 def verdict(whole: Whole, of: dict[str, list[str]]) -> str:
-    """On the orders that all of them were run on: who harms nobody, and so who won."""
+    """On the patterns that all of them were run on: who harms nobody, and so who won."""
     common = [pattern for pattern in of[SERVED] if all(pattern in found for found in of.values())]
     if not common:
         return ""
@@ -92,14 +98,19 @@ def verdict(whole: Whole, of: dict[str, list[str]]) -> str:
     said = [f"{_kind(name)} in {len(found)}{_where(found)}" for name, found in hurt.items()]
     safe = [name for name, found in hurt.items() if not found]
     if safe == [SERVED]:
-        won = "So the default is the only one of them that harms nobody, and that is why it is the default."
+        won = "So the default is the only one of them in which no domain does."
     elif SERVED in safe:
         others = listed(_kind(name) for name in safe if name != SERVED)
-        won = f"So by safety alone {others} would do as well as the default."
+        won = f"So {others} is as safe as the default on these."
     else:
         won = "So the default does not keep its promise here."
-    where = f"On the {how_many(len(common), 'order')} of traffic that all of these were run on"
-    return f"{where}, a domain stood surely below static with {'; with '.join(said)}. {won}"
+    where = f"On the {how_many(len(common), 'pattern')} of traffic that all of these were run on"
+    rule = (
+        ""
+        if ONE_WIDE_GATED in of
+        else " What of this is the gate's doing, and what the experts', is open here."
+    )
+    return f"{where}, a domain loses so much with {'; with '.join(said)}. {won}{rule}"
 
 
 def _kind(name: str) -> str:

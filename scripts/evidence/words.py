@@ -119,7 +119,7 @@ def unsure_routing(unsure: Mapping[str, Sequence[int | None]]) -> str:
         "believes the text to be its"
     )
     counted = {pattern: [n for n in counts if n is not None] for pattern, counts in unsure.items()}
-    some = [f"{title_of(name)} (up to {max(of)} requests)" for name, of in counted.items() if of]
+    some = [f"{title_of(name)} (up to {max(of)} requests)" for name, of in counted.items() if any(of)]
     if not some:
         return f"{said}; in these runs, which are older, it teaches the one that it was routed to."
     older = [title_of(pattern) for pattern, counts in unsure.items() if None in counts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from evidence_runs import made_up
 from scripts_loader import load_script
 
@@ -29,13 +30,16 @@ def test_an_arrangement_that_harms_a_domain_on_the_way_does_not_win() -> None:
     assert row.startswith("| one wide adapter | 1 | 1 | −.100 ")
     assert "better 1, level 0, worse 0" in row
     assert "with one wide adapter in 1 (steady mix); with joint, with gate, wide in 0." in text
-    assert "the default is the only one of them that harms nobody" in text
+    assert "the default is the only one of them in which no domain does" in text
+    assert "is open here" in text, "without the rival that has the gate as well"
 
 
 def test_others_that_harm_nobody_either_are_named() -> None:
     runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4])]
     runs += [made_up("steady", name, 0, [0.4, 0.5, 0.6]) for name in (SERVED, GATED)]
-    assert "by safety alone one wide adapter, with gate would do as well" in told(*runs)
+    text = told(*runs)
+    assert "one wide adapter, with gate is as safe as the default" in text
+    assert "is open here" not in text
 
 
 def test_a_default_that_harms_a_domain_is_called_so() -> None:
@@ -44,11 +48,19 @@ def test_a_default_that_harms_a_domain_is_called_so() -> None:
     assert "the default does not keep its promise here" in told(*runs)
 
 
-def test_only_orders_that_all_were_run_on_decide() -> None:
+def test_a_small_loss_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4]), made_up("steady", SERVED, 0, [0.4, 0.5, 0.6])]
+    runs.append(made_up("steady", ONE, 0, [0.4, 0.37, 0.7]))
+    assert "with one wide adapter in 1 " in told(*runs)
+    monkeypatch.setattr(won.lows, "WORST", 0.05)
+    assert "with one wide adapter in 0;" in told(*runs)
+
+
+def test_only_patterns_that_all_were_run_on_decide() -> None:
     runs = [made_up(pattern, STATIC, 0, [0.4, 0.4, 0.4]) for pattern in ("steady", "drift")]
     runs += [made_up(pattern, SERVED, 0, [0.4, 0.5, 0.6]) for pattern in ("steady", "drift")]
     text = told(*runs, made_up("drift", ONE, 0, [0.4, 0.5, 0.6]))
-    assert "On the 1 order of traffic that all of these were run on" in text
+    assert "On the 1 pattern of traffic that all of these were run on" in text
     assert told(*runs) == "", "nothing stands beside the default"
 
 

@@ -95,7 +95,8 @@ def test_what_was_asked_before_goes_to_the_new_domain(store: Store, router: Rout
 
 
 def test_a_record_stays_what_it_was(store: Store, router: Router) -> None:
-    sent = answered(asked_later(1)[0], source="key", heard={"sql": 0.4}, rejected=[1])
+    stood = {"weights": {OLD[0]: 0.4}, "heard": {"sql": 0.4}}
+    sent = answered(asked_later(1)[0], source="key", rejected=[1], **stood)
     kept = KeptStates("base", torch.ones(len(sent.token_ids) - 1, 4, dtype=torch.bfloat16))
     replay = ReplayBuffer(store.home, 100, states_bytes=2**20)
     replay.add([sent], [kept])
@@ -104,7 +105,7 @@ def test_a_record_stays_what_it_was(store: Store, router: Router) -> None:
     router.route = lambda texts: [Route(NEW, 1.0, {}) for _ in texts]  # type: ignore[method-assign]
     assert file_anew(store, router) == {NEW: 1}
     (found,) = replay.records()
-    assert found == replace(sent, domain=NEW)
+    assert found == replace(sent, domain=NEW, weights={}), "it teaches the new domain's expert alone"
     assert found.id == last + 1, "it counts as new, so that it is learned from"
     states = replay.states([found], "base")
     assert torch.equal(states[found.id], kept.states)

@@ -3,7 +3,7 @@
 A version holds the average of an adapter's weights over its last steps, with the scaling that serves, and of
 an expert the directions that matter. Training goes on from more: the weights of the last step, whole, the
 averages, and Adam's moments. With these a new trainer makes the next update as the one before it would have
-made it, but for chance: whether an unsure record teaches its expert, and what a new adapter begins with, is
+made it, but for chance: which expert an unsure record teaches, and what a new adapter begins with, is
 drawn anew.
 
 Besides, it has the counts of tokens from which experts' lists are chosen.

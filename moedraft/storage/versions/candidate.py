@@ -33,7 +33,7 @@ class CandidateSummary:
     base_hash: str  # of the draft base that it was trained on
     rank: int
     modules: tuple[str, ...]  # of the draft base, that the adapter changes
-    records: int  # it was trained on
+    records: int  # different ones that it was trained on; some may be other domains', see `distill/rows`
     held_out: int  # records it was measured by and not trained on
     steps: int  # of the optimiser
     loss: float  # mean over the update, nats per token
