@@ -166,7 +166,7 @@ def by_domain(prompts: Prompts, accepted: dict[str, list[Pair]]) -> dict[str, An
         static, experts, one = ([accepted[name][i] for i in mine] for name in DRAFTERS)
         gain = change(static, experts)
         found[domain] = {"static": rounded(gain.before), "experts": rounded(gain.after)}
-        found[domain][ONE] = rounded(change(one, experts).before)
+        found[domain] |= {"gain": rounded(gain.difference), ONE: rounded(change(one, experts).before)}
     return found
 
 

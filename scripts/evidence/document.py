@@ -18,6 +18,8 @@ from evidence.summary import summary
 from evidence.words import (
     COMMANDS,
     DASH,
+    IN_SHORT,
+    SERVED_RESULTS,
     cells,
     difference,
     dispute,
@@ -71,7 +73,8 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
         return [f"![{ABOUT_PICTURES[n]}]({folder / n}.png)\n\n{ABOUT_PICTURES[n]}" for n in there]
 
     first = introduction(target, named(out.resolve()))
-    parts = [first, "## What was found", *findings(whole), aims.part(whole), won.part(whole)]
+    parts = [first, in_short(target, out), "## What was found", *findings(whole)]
+    parts += [aims.part(whole), won.part(whole)]
     parts += [method(target, whole["strengths"], whole["resampled"], whole["unsure"]), settings(whole)]
     parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole), came.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
@@ -80,6 +83,15 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     parts += [COMMANDS.format(times=times(whole))]
     text = "\n\n".join(part for part in parts if part) + "\n"
     path.write_text(pointed(text, path.parent), encoding="utf-8")
+
+
+def in_short(target: str, out: Path) -> str:
+    """What was found of the default as it is published now, on the other pages of the same model."""
+    file = out.parent / SERVED_RESULTS / "summary.json"
+    if target == "mini" or out.name == SERVED_RESULTS or not file.exists():
+        return ""
+    as_served = json.loads(file.read_text(encoding="utf-8"))
+    return IN_SHORT.format(beside=served.both(as_served), verdict=won.told(as_served))
 
 
 def named(out: Path) -> str:

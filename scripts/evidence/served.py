@@ -35,16 +35,16 @@ from moedraft.distill.joint.joint_loop import MOST_AGAIN
 
 Whole = dict[str, Any]
 REASONS = (
-    "Part of that is the gate, which publishes joint updates late for safety's sake{gated}, part that an "
-    "expert drafts from [a shorter list of its own](experiments.md#how-long-an-experts-own-list-is), and "
+    "Where one adapter without a gate is ahead, part of it is the gate of the default, which publishes joint "
+    "updates late for safety's sake{gated}, part that an expert drafts from [a shorter list of its own](experiments.md#how-long-an-experts-own-list-is), and "
     "part that a step of one adapter computes more: with about as many operations both are level over "
     "[a long stream](evidence-long.md). With twelve domains, where an expert learns from few rows of each "
     "step, one adapter stays ahead "
     "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)); with many records of each of "
     "four domains experts are, from the same tokens "
     "([one seed](experiments.md#where-there-are-many-records)); as they serve, they are level there. "
-    "Experts are the default since each domain can be pinned, taken back, exported or kept from harm by "
-    "itself."
+    "Experts are the default since with them no domain is harmed while others learn (below), and since each "
+    "can be pinned, taken back or exported by itself."
 )
 DELAYED_LESS = " (the single adapter's, further down, it delays less)"
 OLDER = (
@@ -81,15 +81,19 @@ def finding(whole: Whole) -> str:
         f"({fewer(whole)}), joint learning with the gate gains first guesses on the static draft: "
         f"{gained(gains)}."
     ]
-    one_wide = beside(whole, ONE_WIDE)
+    one_wide = both(whole)
     equal = beside(whole, ONE_WIDE, SERVED_EQUAL_COST)
     said += [
         one_wide,
-        beside(whole, ONE_WIDE_GATED),
         f"With {EQUAL_STEPS} steps an update: {equal}" if equal else "",
     ]
     said += [reasons(whole) if one_wide else "", beside(whole, NARROW), below(whole)]
     return "- " + " ".join(one for one in said if one)
+
+
+def both(whole: Whole) -> str:
+    """The default beside one adapter as large, without the gate and with it."""
+    return " ".join(one for one in (beside(whole, ONE_WIDE), beside(whole, ONE_WIDE_GATED)) if one)
 
 
 def reasons(whole: Whole) -> str:

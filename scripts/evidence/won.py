@@ -43,6 +43,11 @@ def part(whole: Whole) -> str:
     return f"{ABOUT}\n\n{table(HEAD, rows)}\n\n{verdict(whole, of)}"
 
 
+def told(whole: Whole) -> str:
+    """What follows from the table, by itself."""
+    return verdict(whole, {name: found for name in COMPARED if (found := _patterns(whole, name))})
+
+
 def _patterns(whole: Whole, name: str) -> list[str]:
     """Patterns of traffic that it was run on, poisoned ones left out."""
     return [
@@ -91,7 +96,7 @@ def _counted(found: Sequence[Whole | None]) -> str:
 
 def verdict(whole: Whole, of: dict[str, list[str]]) -> str:
     """On the patterns that all of them were run on: who harms nobody, and so who won."""
-    common = [pattern for pattern in of[SERVED] if all(pattern in found for found in of.values())]
+    common = [pattern for pattern in of.get(SERVED, ()) if all(pattern in found for found in of.values())]
     if not common:
         return ""
     hurt = {name: harmed(whole, name, common) for name in of}

@@ -34,6 +34,20 @@ def introduction(target: str, results: str) -> str:
     )
 
 
+SERVED_RESULTS = "evidence-served"
+IN_SHORT = """## In short
+
+What follows is of the default as it is published now, from [evidence-served](evidence-served.md); the rest of
+this page is of other arrangements. {beside} {verdict}
+
+Why experts do not guess more than one adapter was not isolated. The likely reason: a feature drafter reads
+the target's own states, which tell the domain by themselves, so one adapter that replays all domains can learn
+them all, and where there are few records of each it learns more from other domains' records than it loses to
+them (separate experts, which learn from their own alone, guess less on most traffic below). What one adapter
+cannot do is to leave a domain alone of which it has learned nothing yet. Where answers are sampled, and where
+there are many records, experts guess [somewhat](experiments.md#what-sampled-answers-teach)
+[more](experiments.md#where-there-are-many-records)."""
+
 METHOD_TEXT = """## How it was measured
 
 - **First guesses**: the share of the target's own greedy tokens that the drafter's most likely token hits, on
