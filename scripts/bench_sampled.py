@@ -5,7 +5,8 @@
 
 As `bench_experts.py`, with answers drawn at a temperature, as most servers of chats do. The stream is
 drawn at `--learned-at`, once for the experts and once for the one adapter that they stand beside; then
-held-out prompts are answered at each of `--temperatures`, 0 being greedy.
+held-out prompts are answered at each of `--temperatures`, 0 being greedy. `--experts-only` leaves the one
+adapter out, which takes half of the time to learn.
 Verification is the engine's own, by default chain, which keeps to the target's distribution; the answers of
 two systems differ, so they are not compared with each other.
 
@@ -21,6 +22,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,6 @@ NAMES = (
 )
 DRAFTERS = ("static", "experts", ONE)
 KEPT = 16  # likeliest tokens of the target that a record keeps
-BY = (*DRAFTERS, *(f"{name}, by kept tokens" for name in DRAFTERS))  # all tokens, or those of a record
 WARMING = 2  # prompts of each domain, neither learned from nor measured, that a budget sees first
 QUOTIENTS = (
     ("experts", "static"),
@@ -94,14 +95,16 @@ def acceptances(
     system: System = systems.system
     domain, words = prompt
     text, count = [*prompt_ids(system.target.tokenizer, words, chat=True), *answer], len(answer) - 1
+    drafters = [name for name in DRAFTERS if name in systems.names]
     if not count:
-        return dict.fromkeys(BY, (0.0, 0.0))
+        by = (*drafters, *(f"{name}, by kept tokens" for name in drafters))
+        return dict.fromkeys(by, (0.0, 0.0))
     ids = torch.tensor([text], device=system.target.device)
     logits = system.target.forward(system.target.new_cache(1), 0, ids, [0])[0, -count - 1 : -1]
     wanted, found = distribution(logits, temperature), {}
     features = features_of(system.draft, system.target, text)
     assert features is not None
-    for name in DRAFTERS:
+    for name in drafters:
         base, bank = systems.of(name).draft, systems.of(name).bank
         assert isinstance(base, FeatureBase)
         draft = base.hf
@@ -135,7 +138,8 @@ def counted(rounds: list[Answered]) -> tuple[dict[str, list[Pair]], dict[str, li
 def figures(rounds: list[Answered], accepted: dict[str, list[Pair]]) -> dict[str, Any]:
     """Each system's speed and tokens a step, some of them beside others, and what the experts changed."""
     speed, length = counted(rounds)
-    gain, beside = (change(accepted[name], accepted["experts"]) for name in ("static", ONE))
+    gain = change(accepted["static"], accepted["experts"])
+    beside = change(accepted[ONE], accepted["experts"]) if ONE in accepted else None
     kept = change(accepted["static, by kept tokens"], accepted["experts, by kept tokens"])
     return {
         **{
@@ -146,13 +150,13 @@ def figures(rounds: list[Answered], accepted: dict[str, list[Pair]]) -> dict[str
             }
             for name in speed
         },
-        **{f"{a} / {b}": rounded(quotient(speed[a], speed[b])) for a, b in QUOTIENTS},
+        **{f"{a} / {b}": rounded(quotient(speed[a], speed[b])) for a, b in QUOTIENTS if b in speed},
         "acceptance": {
             "static": rounded(gain.before),
             "experts": rounded(gain.after),
-            ONE: rounded(beside.before),
+            **({ONE: rounded(beside.before)} if beside else {}),
             "gain": rounded(gain.difference),
-            f"more than {ONE}": rounded(beside.difference),
+            **({f"more than {ONE}": rounded(beside.difference)} if beside else {}),
             "gain by kept tokens": rounded(kept.difference),
         },
     }
@@ -163,10 +167,10 @@ def by_domain(prompts: Prompts, accepted: dict[str, list[Pair]]) -> dict[str, An
     found = {}
     for domain in sorted({name for name, _ in prompts}):
         mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
-        static, experts, one = ([accepted[name][i] for i in mine] for name in DRAFTERS)
+        static, experts = ([accepted[name][i] for i in mine] for name in ("static", "experts"))
         gain = change(static, experts)
         found[domain] = {"static": rounded(gain.before), "experts": rounded(gain.after)}
-        found[domain] |= {"gain": rounded(gain.difference), ONE: rounded(change(one, experts).before)}
+        found[domain]["gain"] = rounded(gain.difference)
     return found
 
 
@@ -179,7 +183,7 @@ def measure(
         acceptances(systems, prompt, output.token_ids, params.temperature)
         for prompt, output in zip(prompts, rounds[0]["plain"][0], strict=True)
     ]
-    accepted = {name: [one[name] for one in each] for name in BY}
+    accepted = {name: [one[name] for one in each] for name in each[0]}
     rates, _ = in_a_queue(systems, prompts, params, args.queue_rounds)
     return {
         "all": figures(rounds, accepted),
@@ -192,31 +196,33 @@ def measure(
 def run(args: argparse.Namespace, seed: int, home: Path) -> Iterator[dict[str, Any]]:
     """One home, that learns unless it has; the report so far after each temperature."""
     settings = load_settings(home=home, target=args.target, draft=args.draft, update_every=args.update_every)
-    with opened(settings) as system, with_one_adapter(system) as one:
-        for each in (system, one):
+    names = [name for name in NAMES if not (args.experts_only and name.startswith(ONE))]
+    with opened(settings) as system, nullcontext() if args.experts_only else with_one_adapter(system) as one:
+        for each in (system, one) if one else (system,):
             warm_up(each)
         stream = prompts_for(args, "stream", args.requests, seed)
         drawn = SamplingParams(max_tokens=args.max_tokens, temperature=args.learned_at)
         report: dict[str, Any] = {"learning": taught(system, stream, drawn, seed), "temperatures": {}}
-        report["learning of one adapter"] = taught(one, stream, drawn, seed)
+        if one:
+            report["learning of one adapter"] = taught(one, stream, drawn, seed)
         report |= {"step_ms": step_costs(system), **surroundings(system)}
         prompts = prompts_for(args, "dev", args.heldout, seed)
         others = prompts_for(args, "dev", args.heldout + WARMING, seed)[len(prompts) :]
         for temperature in args.temperatures:
             params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature)
-            systems = Systems(system, one, names=NAMES)
+            systems = Systems(system, one, names=names)
             for budget in systems.budgets.values():  # what the stream has shown is the experts' acceptance
                 budget.acceptance.clear()
             begin(systems, others, params)
             report["temperatures"][f"{temperature:g}"] = measure(systems, prompts, params, args)
-            show(temperature, report["temperatures"][f"{temperature:g}"])
+            show(temperature, report["temperatures"][f"{temperature:g}"], names)
             yield report
 
 
-def show(temperature: float, found: dict[str, Any]) -> None:
+def show(temperature: float, found: dict[str, Any], names: list[str]) -> None:
     part = found["all"]
     speeds = "  ".join(
-        f"{name} {part[name]['times_plain'][0]:.2f}×/{part[name]['tokens_per_step'][0]:.2f}" for name in NAMES
+        f"{name} {part[name]['times_plain'][0]:.2f}×/{part[name]['tokens_per_step'][0]:.2f}" for name in names
     )
     print(f"temperature {temperature:g}: {speeds}, {part['acceptance']}, batch {found['batch']}", flush=True)
 
@@ -228,6 +234,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learned-at", type=float, default=1.0, help="temperature of the stream")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7])
+    parser.add_argument("--experts-only", action="store_true", help="without the one adapter for all domains")
     parser.add_argument("--rounds", type=int, default=2, help="times that each prompt is answered alone")
     parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
     args = parser.parse_args()
