@@ -52,7 +52,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--doc", type=Path, help="the page to write; default: evidence.md in the folder --out"
     )
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/moedraft-evidence").expanduser())
-    parser.add_argument("--quick", action="store_true", help="the main contrasts in a quarter of an hour")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the main contrasts in a quarter of an hour, without further answers",
+    )
     usual = "main,further,poison,objectives,interval,paper"
     parser.add_argument("--parts", default=usual, help=f"of {', '.join(PARTS)}")
     parser.add_argument("--patterns", help="only these, separated by commas")

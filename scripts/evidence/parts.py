@@ -23,7 +23,7 @@ from evidence.arrangements import (
 from evidence.arrangements import FURTHER as MORE
 from evidence.streams import ONLY, ORDERS, POISONED
 
-QUICK = {"requests": 128, "heldout": 12, "seeds": 1}
+QUICK = {"requests": 128, "heldout": 12, "seeds": 1, "resampled": 0}  # further answers take as long again
 PAPER = ("sql_en", "math_en", "code_python", "general_en")  # its Spider, GSM8K, CodeSearchNet and Alpaca
 OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
 DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
