@@ -19,7 +19,7 @@ from evidence.arrangements import (
     SERVED,
 )
 from evidence.costs import learned, operations
-from evidence.streams import ONLY, heading_of, title_of
+from evidence.streams import ONLY, POISONED, heading_of, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
 
 ABOUT = (
@@ -75,6 +75,7 @@ def part(whole: Whole) -> str:
         at_least_the_best(whole, default, AS_SAFE, as_they_came=True),
         never_below(default),
         nothing_lost(default),
+        withstands(default),
         soon(default, "shift", "recovery", "after a sharp shift and return, back within .02 of before"),
         soon(default, "new-domain", "arrival", "a new domain at 80 % of what it gains offline"),
         not_forgotten(default),
@@ -235,6 +236,27 @@ def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
     said += [f"Not sure: {listed(unsure)}."] if unsure else []
     return Reached(
         "none loses more than .01 while others learn", *_told(verdicts, said or ["None at any measurement."])
+    )
+
+
+def withstands(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
+    """Whether a client that sends rubbish does harm to the others, and what the gate's record says."""
+    verdicts, said = list[bool | None](), list[str]()
+    for name, of in default.items():
+        for pattern in (one for one in POISONED if one in of):
+            figures = of[pattern]
+            lost = [low for low in lows.points(figures).values() if low["value"] < -lows.WORST]
+            least = min((one["least"] for one in figures["record"].values()), default=0.0)
+            harmed = any(low["high"] < 0 for low in lost)
+            verdicts.append(False if harmed else None if lost or least < 0 else True)
+            counts = sum(one["versions"] for one in figures["record"].values())
+            said.append(
+                f"{title_of(pattern)} ({UPDATES[name]}): lowest domain {lows.cell(figures)}; of "
+                f"{how_many(counts, 'published version')} the least gain by the gate's record is "
+                f"{short_sign(least)} tokens per step."
+            )
+    return Reached(
+        "a client that sends rubbish makes nothing worse that is published", *_told(verdicts, said)
     )
 
 
