@@ -25,12 +25,13 @@ HEAD = (
 ABOUT = (
     "## What decides who the default is\n\n"
     "First that nobody loses, then what is gained: an operator who turns learning on must not fear for a "
-    "domain. All of these make further updates, with a wide shared adapter or one adapter as large. *Lost "
-    "more than .01*: of first guesses, against static, at any measurement on the way or in the end, and "
+    "domain. All of these make further updates, with a wide shared adapter or one adapter as large. *Lost"
+    " more than .01*: of first guesses, against static, at any measurement on the way or in the end, and "
     "surely something by its interval, which is not corrected for how many there are. What a rival has "
-    "beside the default: on how many patterns it is surely better, level as far as can be told, and surely "
-    "worse. The gate of one adapter cannot leave a domain to the draft base alone, as that of experts can, "
-    "since all domains have the same adapter."
+    "beside the default: on how many patterns it is surely better, level as far as can be told, and "
+    "surely worse. The gate of one adapter cannot leave a domain to the draft base alone, as that of "
+    "experts can, since all domains have the same adapter; to withhold that from single domains would "
+    "take a router as well, and was not tried."
 )
 
 
