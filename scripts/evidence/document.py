@@ -55,7 +55,7 @@ ANSWERING = (
     " The target's answers to its 190 prompts come first: some 6 minutes of two cores that do nothing else "
     "(48 answers took 160 seconds of one core on 2026-11-26). So it needs about 12 minutes."
 )
-ENOUGH_SEEDS, ENOUGH_PROMPTS = 5, 40
+ENOUGH_PROMPTS = 40
 DOCS = Path(__file__).resolve().parents[2] / "docs"  # where the documents lie that a page points to
 Whole = dict[str, Any]
 
@@ -223,11 +223,11 @@ def precision(whole: Whole) -> str:
 def warning(of: Whole, seeds: dict[str, int]) -> str:
     """Whether there is enough behind the figures to claim anything for good."""
     said = []
-    if few := [title_of(pattern) for pattern, count in seeds.items() if count < ENOUGH_SEEDS]:
-        said.append(f"no arrangement has {ENOUGH_SEEDS} seeds with {listed(few)}")
+    if few := [title_of(pattern) for pattern, count in seeds.items() if count < missing.ENOUGH_SEEDS]:
+        said.append(f"no arrangement has {missing.ENOUGH_SEEDS} seeds with {listed(few)}")
     if of["heldout"] < ENOUGH_PROMPTS:
         said.append(f"{ENOUGH_PROMPTS} held-out prompts a domain are what a claim should rest on")
-    less = f" **Rows of fewer than {ENOUGH_SEEDS} seeds are sure for these seeds only.**"
+    less = f" **Rows of fewer than {missing.ENOUGH_SEEDS} seeds are sure for these seeds only.**"
     return less + (f" Note that {' and that '.join(said)}." if said else "")
 
 

@@ -10,6 +10,7 @@ from evidence.streams import ONLY, ORDERS, POISONED, title_of
 from evidence.words import listed
 
 Whole = dict[str, Any]
+ENOUGH_SEEDS = 5  # with which a row is sure for more than these seeds
 NO_LEARNERS = (
     "*No draft* and *lookup* in the text are no arrangements here, since neither learns. What they reach is "
     "in [benchmarks](benchmarks.md#experts-on-a-real-model)."
@@ -43,6 +44,7 @@ def part(whole: Whole) -> str:
         *never(whole),
         *holes(whole),
         *poisoned(whole),
+        *more_seeds(whole),
         served(whole),
         NO_LEARNERS,
         WITH_GATE,
@@ -92,6 +94,18 @@ def poisoned(whole: Whole) -> list[str]:
         if names
         else []
     )
+
+
+def more_seeds(whole: Whole) -> list[str]:
+    """What it would take to run each of these arrangements with ENOUGH_SEEDS seeds."""
+    few = [one for of in whole["patterns"].values() for one in of.values() if one["seeds"] < ENOUGH_SEEDS]
+    hours = sum(one["seconds"] * (ENOUGH_SEEDS - one["seeds"]) for one in few) / 3600
+    if hours < 1:
+        return []
+    return [
+        f"Rows of fewer than {ENOUGH_SEEDS} seeds: for all of these to have as many would take some "
+        f"{hours:.0f} hours of one core, at the times that their runs took."
+    ]
 
 
 def served(whole: Whole) -> str:
