@@ -65,7 +65,7 @@ def note(found: dict[str, Any]) -> str:
         f"of {domains} domains that the shipped drafter had not read, answers of at most {most} tokens, "
         f"after {learned['requests']} requests sampled at temperature {drawn:g} and {learned['updates']} "
         f"updates; {seeds}, {found['date']}.{beside}{again} Intervals are 95 %, over the prompts, at batch "
-        f"1; at batch 8 over {settings['queue_rounds']} timings of a queue, which say little."
+        f"1; at batch 8 over {settings['queue_rounds']} timing(s) of a queue, which say little."
     )
 
 

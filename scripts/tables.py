@@ -261,6 +261,8 @@ SOURCES = {
     "resampled": ("resampled.json", resampled_tables.resampled),
     "sampled": ("smollm2/sampled.json", sampled_tables.sampled),
     "sampled_beside": ("smollm2/sampled.json", sampled_tables.beside),
+    "sampled_fkl": ("smollm2/sampled_fkl.json", sampled_tables.sampled),
+    "sampled_fkl_beside": ("smollm2/sampled_fkl.json", sampled_tables.beside),
     "sampled_gate": ("smollm2/sampled_gate.json", sampled_tables.updates),
     "sampled_factors": ("smollm2/sampled_gate.json", sampled_tables.factors),
     "sampled_objectives": ("smollm2/sampled_objectives.json", sampled_tables.objectives),
