@@ -116,7 +116,9 @@ def verdict(whole: Whole, of: dict[str, list[str]]) -> str:
         if ONE_WIDE_GATED in of
         else " What of this is the gate's doing, and what the experts', is open here."
     )
-    return f"{where}, a domain loses so much with {'; with '.join(said)}. {won}{rule}"
+    return (
+        f"{where}, a domain lost more than .01 of its first guesses with {'; with '.join(said)}. {won}{rule}"
+    )
 
 
 def _kind(name: str) -> str:
