@@ -42,11 +42,12 @@ this page is of other arrangements. {beside} {verdict}
 
 Why experts do not guess more than one adapter was not isolated. The likely reason: a feature drafter reads
 the target's own states, which tell the domain by themselves, so one adapter that replays all domains can
-learn them all, and where there are few records of each it learns more from other domains' records than it
-loses to them (separate experts, which learn from their own alone, guess less [on most
-traffic](evidence.md)). What one adapter cannot do is to leave a domain alone of which it has learned
-nothing yet. Where answers are sampled, and where there are many records, experts guess
-[somewhat](experiments.md#what-sampled-answers-teach) [more](experiments.md#where-there-are-many-records)."""
+learn them all without one disturbing another, and experts have nothing to separate (separate experts,
+without a shared adapter, guess less [on three of nine kinds of traffic](evidence.md), where prompts are of
+two domains, of none, or shift, and as much on the others). What one adapter cannot do is to leave a domain
+alone of which it has learned nothing yet. Where answers are sampled, and where there are many records,
+experts guess [somewhat](experiments.md#what-sampled-answers-teach)
+[more](experiments.md#where-there-are-many-records)."""
 
 METHOD_TEXT = """## How it was measured
 
