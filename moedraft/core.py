@@ -203,16 +203,18 @@ class ReplayRecord:
     created_at: float = field(default_factory=time.time)
     source: str = ""  # whose request it was: the id of a key; "" where it is not known
     pinned: bool = False  # the client chose the domain
-    # By arm, how the drafts stood at the end: by prior and evidence, by evidence alone; empty: not compared.
+    # Whose text it may be, 0 to 1 by domain: how the drafts stood at the end, by prior and evidence; where
+    # none were compared, what the router said; empty: it was sure, or was not asked. The name "" stands for
+    # other domains, nobody knows which.
     weights: dict[str, float] = field(default_factory=dict)
-    heard: dict[str, float] = field(default_factory=dict)
+    heard: dict[str, float] = field(default_factory=dict)  # by evidence alone; empty: not compared
     id: int = field(default=0, compare=False)  # in storage; 0 before it is there
     held_out: bool | None = field(default=None, compare=False)  # only measures updates; None: not decided yet
     temperature: float = 0.0  # at which the answer was sampled; 0: greedy, or not known
 
     @property
     def belief(self) -> float:
-        """How sure it is that the text is its domain's, 0 to 1; 1 where nothing was compared.
+        """How sure it is that the text is its domain's, 0 to 1; 1 where `weights` is empty.
 
         What stands for the shared draft speaks for no other domain, so it does not count against this one.
         """

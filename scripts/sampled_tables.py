@@ -52,6 +52,7 @@ def note(found: dict[str, Any]) -> str:
     domains, most = len(settings["domains"].split(",")), settings["max_tokens"]
     learned, drawn = seed["learning"], float(settings["learned_at"])
     other = seed.get("learning of one adapter")
+    queues = "one timing" if int(settings["queue_rounds"]) == 1 else f"{settings['queue_rounds']} timings"
     rounds = int(settings.get("rounds", 1))
     again = f" Each prompt was answered {rounds} times alone." if rounds > 1 else ""
     beside = (
@@ -65,7 +66,7 @@ def note(found: dict[str, Any]) -> str:
         f"of {domains} domains that the shipped drafter had not read, answers of at most {most} tokens, "
         f"after {learned['requests']} requests sampled at temperature {drawn:g} and {learned['updates']} "
         f"updates; {seeds}, {found['date']}.{beside}{again} Intervals are 95 %, over the prompts, at batch "
-        f"1; at batch 8 over {settings['queue_rounds']} timing(s) of a queue, which say little."
+        f"1; at batch 8 over {queues} of a queue, which say little."
     )
 
 

@@ -62,7 +62,8 @@ class Contest:
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
         self.believed = False  # whether the router has said something
-        self.shares: dict[str, float] = {}  # what it has said, by arm
+        self.prior: dict[str, float] = {}  # what it has said, by domain
+        self.shares: dict[str, float] = {}  # the same by arm
         self.calm = 0  # comparisons in a row that were calm; see CALM
         self.waited = False  # whether there was no time for it once
         self.refused = 0  # guesses that the target had refused by the last comparison
@@ -99,6 +100,7 @@ class Contest:
 
     def believe(self, prior: Mapping[str, float]) -> None:
         """Take in the router's answer: the probability of each domain, and of none of them."""
+        self.prior = dict(prior)
         shares = dict.fromkeys(self.standings.arms, 0.0)
         for name, probability in prior.items():  # the shared draft drafts where no expert was trained
             shares[name if name in shares else SHARED] += probability
@@ -178,8 +180,8 @@ class Contest:
             mine = {arm: w for arm, w in self.standings.weights.items() if arm in (row.owner, SHARED)}
             row.weights = _kept({**mine, NOBODY: 1 - sum(mine.values())})
         elif self.believed and not self.times and not row.unlearned:
-            sure = max(self.own.weights.values()) >= TRUSTED
-            row.weights = {} if sure else _kept(self.own.weights)
+            sure = max(self.prior.values(), default=1.0) >= TRUSTED
+            row.weights = {} if sure else _kept(self.prior)
 
     def tell(self) -> None:
         """Let the router's next answers be corrected by what this answer has shown, once it has ended.

@@ -19,7 +19,7 @@ from moedraft.storage.tables import domains, replay, replay_states
 
 MOST_TOLD = 2000  # ids that `filed` keeps
 _FILED = "filed_records"  # meta key: their ids
-# How the drafts stood ("weights") tells of other domains than this one, whose the text is now known to be.
+# "weights" tells whose text it may be of domains among which this one was not; the router now says it is its.
 _KEPT = [column for column in replay.c if column.name not in ("id", "domain", "weights")]
 
 

@@ -24,7 +24,8 @@ from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign,
 
 ABOUT = (
     "## The aims, and what was reached\n\n"
-    "The aims were set before these runs, the words for what was reached afterwards. *Held*: everything that "
+    "The aims were set before these runs, the words for what was reached afterwards, and so was the row on a "
+    "client that sends rubbish, which compares with static only. *Held*: everything that "
     "this page measured of it bears it out; *partly*: some does; *open*: nothing speaks against it by its "
     "interval, and not everything for it. An interval that includes zero counts as level, and one that does "
     "not decides here even where seeds disagree. How many seeds there are, and whether they agree, is told "

@@ -8,7 +8,16 @@ from statistics import median
 from typing import Any
 
 from evidence import boundaries, came, growth, tokens
-from evidence.arrangements import EQUAL_COST, GATED, JOINT, ONE_ADAPTER, SERVED, SERVED_EQUAL_COST, STATIC
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    EQUAL_COST,
+    GATED,
+    JOINT,
+    ONE_ADAPTER,
+    SERVED,
+    SERVED_EQUAL_COST,
+    STATIC,
+)
 from evidence.figures import (
     Found,
     Runs,
@@ -67,7 +76,8 @@ def _resampled(every: Sequence[Found], pattern: str) -> list[int]:
 
 def _unsure(every: Sequence[Found], pattern: str) -> list[int | None]:
     """How many requests taught by probability in the runs of this pattern; None: such as do not tell."""
-    found = {run.get("unsure") for run in every if run["pattern"] == pattern and run["updates"]}
+    mine = (run for run in every if run["pattern"] == pattern and run["updates"])
+    found = {run.get("unsure") for run in mine if ARRANGEMENTS[run["arrangement"]].experts}
     return sorted(found, key=lambda count: -1 if count is None else count)
 
 

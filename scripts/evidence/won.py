@@ -101,24 +101,23 @@ def verdict(whole: Whole, of: dict[str, list[str]]) -> str:
     if not common:
         return ""
     hurt = {name: harmed(whole, name, common) for name in of}
-    said = [f"{_kind(name)} in {len(found)}{_where(found)}" for name, found in hurt.items()]
+    said = [f"*{_kind(name)}* on {len(found)}{_where(found)}" for name, found in hurt.items()]
     safe = [name for name, found in hurt.items() if not found]
     if safe == [SERVED]:
-        won = "So the default is the only one of them in which no domain does."
+        won = "So only with the default no domain did."
     elif SERVED in safe:
         others = listed(_kind(name) for name in safe if name != SERVED)
         won = f"So {others} is as safe as the default on these."
     else:
         won = "So the default does not keep its promise here."
     where = f"On the {how_many(len(common), 'pattern')} of traffic that all of these were run on"
+    lost = "a domain lost more than .01 of its first guesses for a while"
     rule = (
         ""
         if ONE_WIDE_GATED in of
         else " What of this is the gate's doing, and what the experts', is open here."
     )
-    return (
-        f"{where}, a domain lost more than .01 of its first guesses with {'; with '.join(said)}. {won}{rule}"
-    )
+    return f"{where}, {lost} with {'; with '.join(said)}. {won}{rule}"
 
 
 def _kind(name: str) -> str:

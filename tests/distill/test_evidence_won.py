@@ -29,8 +29,8 @@ def test_an_arrangement_that_harms_a_domain_on_the_way_does_not_win() -> None:
     row = next(line for line in text.splitlines() if line.startswith("| one wide adapter "))
     assert row.startswith("| one wide adapter | 1 | 1 | −.100 ")
     assert "better 1, level 0, worse 0" in row
-    assert "with one wide adapter in 1 (steady mix); with joint, with gate, wide in 0." in text
-    assert "the default is the only one of them in which no domain does" in text
+    assert "with *one wide adapter* on 1 (steady mix); with *joint, with gate, wide* on 0." in text
+    assert "only with the default no domain did" in text
     assert "is open here" in text, "without the rival that has the gate as well"
 
 
@@ -51,9 +51,9 @@ def test_a_default_that_harms_a_domain_is_called_so() -> None:
 def test_a_small_loss_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4]), made_up("steady", SERVED, 0, [0.4, 0.5, 0.6])]
     runs.append(made_up("steady", ONE, 0, [0.4, 0.37, 0.7]))
-    assert "with one wide adapter in 1 " in told(*runs)
+    assert "with *one wide adapter* on 1 " in told(*runs)
     monkeypatch.setattr(won.lows, "WORST", 0.05)
-    assert "with one wide adapter in 0;" in told(*runs)
+    assert "with *one wide adapter* on 0;" in told(*runs)
 
 
 def test_only_patterns_that_all_were_run_on_decide() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -284,6 +285,30 @@ def test_a_list_of_tokens_counts_records_that_may_be_its_domains() -> None:
     record = replace(a_record(target, 0, topk=8), weights=unsure)
     assert whose(record) == {"code", "prose"}
     assert whose(replace(record, weights={})) == {"code"}
+
+
+def test_the_list_of_an_expert_counts_what_may_be_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path, {})
+    mine, unsure = (a_record(home.target, i, domain=name, topk=8) for i, name in enumerate(("prose", "code")))
+    unsure = replace(unsure, weights={"code": 0.5, "prose": 0.5})
+    counted: dict[str, int] = {}
+
+    def choose(records: dict[str, Iterator[ReplayRecord]]) -> None:
+        counted.update({name: len(list(some)) for name, some in records.items()})
+
+    monkeypatch.setattr(home.trainer.vocabularies, "choose", choose)
+    home.trainer._choose_vocabularies([mine, unsure])
+    assert counted == {"prose": 2, "code": 1}
+
+
+def test_what_is_nobodys_teaches_no_expert() -> None:
+    record = replace(a_record(a_target(), 0, topk=8), weights={"code": 0.1, "": 0.9})
+    chance = random.Random(0)
+    taught = Counter(owner_of(record, {"code", "prose"}, chance) for _ in range(400))
+    assert taught.keys() == {"code", SHARED}
+    assert taught["code"] <= 80
 
 
 def test_the_only_expert_that_learns_is_taught_by_its_own_records(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from moedraft.core import SHARED, ReplayRecord
 
-OFTEN = 0.25  # of a record's rows, from which on its tokens count for the list of the expert that they teach
+COUNTS = 0.25  # probability that a record is another domain's, from which on that one's list counts it
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def owner_of(record: ReplayRecord, learners: Collection[str], chance: random.Ran
 
 
 def whose(record: ReplayRecord) -> set[str]:
-    """Whose tokens the record's are: its domain's, and those of others that teach them often enough."""
-    return {record.domain, *(name for name, weight in others_of(record).items() if weight >= OFTEN)}
+    """The domains whose lists of tokens count this record: its own, and others that it may well be of."""
+    return {record.domain, *(name for name, weight in others_of(record).items() if weight >= COUNTS)}
 
 
 def others_of(record: ReplayRecord) -> dict[str, float]:
