@@ -203,10 +203,8 @@ class ReplayRecord:
     created_at: float = field(default_factory=time.time)
     source: str = ""  # whose request it was: the id of a key; "" where it is not known
     pinned: bool = False  # the client chose the domain
-    # Whose text it may be, 0 to 1 by domain: how the drafts stood at the end, by prior and evidence; where
-    # none were compared, what the router said; empty: it was sure, or was not asked. The name "" stands for
-    # other domains, nobody knows which.
-    weights: dict[str, float] = field(default_factory=dict)
+    # Whose text it may be, 0 to 1 by domain ("": some other one), by the router and what the drafts guessed.
+    weights: dict[str, float] = field(default_factory=dict)  # empty: it is its domain's
     heard: dict[str, float] = field(default_factory=dict)  # by evidence alone; empty: not compared
     id: int = field(default=0, compare=False)  # in storage; 0 before it is there
     held_out: bool | None = field(default=None, compare=False)  # only measures updates; None: not decided yet
