@@ -179,9 +179,8 @@ class Contest:
             # Earlier answers speak against the router. Whose it is instead must not follow from them.
             mine = {arm: w for arm, w in self.standings.weights.items() if arm in (row.owner, SHARED)}
             row.weights = _kept({**mine, NOBODY: 1 - sum(mine.values())})
-        elif self.believed and not self.times and not row.unlearned:
-            sure = max(self.prior.values(), default=1.0) >= TRUSTED
-            row.weights = {} if sure else _kept(self.prior)
+        elif not self.times and not row.unlearned and max(self.prior.values(), default=1.0) < TRUSTED:
+            row.weights = _kept(self.prior)
 
     def tell(self) -> None:
         """Let the router's next answers be corrected by what this answer has shown, once it has ended.

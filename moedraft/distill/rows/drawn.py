@@ -40,9 +40,10 @@ class Drawn:
 
 
 def owner_of(record: ReplayRecord, learners: Collection[str], chance: random.Random) -> str:
-    """Whom a row of this record teaches beside the shared adapter; SHARED: nobody.
+    """The expert that a row of this record teaches beside the shared adapter; SHARED: none.
 
-    That is one expert, drawn by whose the text is believed to be, if it is one of `learners` or its domain's.
+    A domain is drawn, each as likely as the text is to be its. `learners` are the domains whose experts learn
+    in this update; where another one is drawn, no expert is taught.
     """
     sure = record.belief
     if sure >= 1 or chance.random() < sure:
@@ -53,12 +54,12 @@ def owner_of(record: ReplayRecord, learners: Collection[str], chance: random.Ran
 
 
 def whose(record: ReplayRecord) -> set[str]:
-    """The domains whose lists of tokens count this record: its own, and others that it may well be of."""
+    """The domains whose lists of tokens count this record: its own, and others that are likely enough."""
     return {record.domain, *(name for name, weight in others_of(record).items() if weight >= COUNTS)}
 
 
 def others_of(record: ReplayRecord) -> dict[str, float]:
-    """By other domain, how sure it is that the text is its; none of them is zero."""
+    """How likely the text is to be another domain's, for each that is possible at all."""
     weights = record.weights.items()
     return {name: w for name, w in weights if w > 0 and name not in (record.domain, SHARED)}
 
