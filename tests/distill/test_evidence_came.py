@@ -74,8 +74,10 @@ def test_seeds_that_disagree_leave_it_open() -> None:
 
 def test_runs_without_requests_are_left_out() -> None:
     """What learns beforehand has served nothing."""
-    runs = figures.Runs([run("static", 0, 3), run("offline", 0, 5, requests=0), run("x", 0, 5, requests=20)])
-    assert came.compared(runs, "steady", "static", "x") is None
+    runs = figures.Runs(
+        [run("static", 0, 3), run("offline", 0, 5, requests=0), run("mixed-replay", 0, 5, requests=20)]
+    )
+    assert came.compared(runs, "steady", "static", "mixed-replay") is None
     assert came.of_runs(runs, "steady", "offline") == {}
     assert came.compared(runs, "steady", "static", "offline") is None
     assert came.part(summary.summary(runs)) == ""
