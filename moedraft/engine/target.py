@@ -60,6 +60,18 @@ class TargetRunner:
             reading.states = states_of(beside.hidden)
         return logits, states_of(wanted)
 
+    def rehearse(self, rows: int, width: int, start: int) -> None:
+        """Read `width` tokens of each of the first `rows` slots, as `score` would, only to be timed.
+
+        No slot may be in use. What is written there is overwritten when one is.
+        """
+        ids = torch.zeros(rows, width, dtype=torch.int64, device=self.model.device)
+        lengths = [width] * rows if self.model.ragged else None
+        logits = self.model.forward(
+            self.cache, 0, ids, [start] * rows, lengths=lengths, hidden=self._wanted()
+        )
+        logits[0, -1, 0].item()  # a GPU answers before it has computed
+
     def _beside(self, reading: Reading) -> Beside:
         lengths = [count for _, count in reading.pieces]
         width = max(lengths)

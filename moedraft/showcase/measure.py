@@ -37,7 +37,7 @@ def new_budget(system: System) -> Budget:
     """One that knows what rounds cost by measurement before the first request, and nothing else yet."""
     served = system.engine.chooser.budget
     budget = Budget(served.longest, served.ragged)
-    budget.costs = RoundCosts(served.costs.usual)
+    budget.costs = RoundCosts(served.costs.usual, served.costs.growth)
     return budget
 
 

@@ -11,7 +11,7 @@ from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.lengths.budget import Budget
 from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.drafting.model import ModelDrafter
-from moedraft.engine.calibration import calibrate
+from moedraft.engine.calibration import calibrate, growth_of
 from moedraft.engine.engine import Engine
 from moedraft.routing.selector import FixedSelector
 
@@ -59,12 +59,55 @@ def test_a_slow_moment_does_not_make_drafting_look_expensive(
 
     observe = Budget.observe
     monkeypatch.setattr(Budget, "observe", took)
+    monkeypatch.setattr("moedraft.engine.calibration.growth_of", lambda *_: None)  # all tokens cost alike
     calibrate(one)
     assert rounds == 72
     for rows in (1, 4):
         begin, step, each = one.chooser.budget.costs.usual[rows]
         for steps in (1, 3):  # each costs half a plain round
             assert begin + steps * (step + each) == pytest.approx(steps / 2, rel=0.05)
+
+
+def test_a_forward_that_grows_in_steps_is_known_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens take as long as one; each further four take half as long again. Noise only ever adds."""
+    one, clock, calls = engine(), 0.0, 0
+
+    def rehearse(rows: int, width: int, start: int) -> None:
+        nonlocal clock, calls
+        calls += 1
+        clock += 0.01 * (1 + (rows * width - 1) // 4 * 0.5) + 0.02 * (calls % 3 == 0)
+
+    monkeypatch.setattr(one.runner, "rehearse", rehearse)
+    monkeypatch.setattr("moedraft.engine.calibration.perf_counter", lambda: clock)
+    monkeypatch.setattr("moedraft.engine.calibration.monotonic", lambda: clock)
+    growth = growth_of(one, 4)
+    assert growth is not None
+    assert growth.at([1, 4, 5, 8]).tolist() == pytest.approx([10, 10, 15, 15])
+    assert growth.at(36) == pytest.approx(50)  # four rows of nine tokens
+
+
+def test_a_target_that_is_too_slow_is_not_timed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, clock = engine(), 0.0
+
+    def rehearse(rows: int, width: int, start: int) -> None:
+        nonlocal clock
+        clock += 1.0
+
+    monkeypatch.setattr(one.runner, "rehearse", rehearse)
+    monkeypatch.setattr("moedraft.engine.calibration.perf_counter", lambda: clock)
+    monkeypatch.setattr("moedraft.engine.calibration.monotonic", lambda: clock)
+    assert growth_of(one, 4) is None
+    assert clock < 20
+
+
+def test_forwards_are_timed_by_their_tokens() -> None:
+    one = engine()
+    calibrate(one)
+    growth = one.chooser.budget.costs.growth
+    assert growth is not None
+    assert set(range(1, 10)) <= set(growth.tokens)
+    assert growth.tokens[-1] == 4 * 9
+    assert (np.diff(growth.ms) >= 0).all()
 
 
 def test_answers_are_the_same_after_it() -> None:

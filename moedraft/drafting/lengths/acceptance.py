@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from moedraft.drafting.lengths.costs import Floats
+from moedraft.drafting.lengths.growth import Floats
 
 REFIT_EVERY = 100  # verified tokens between two fits of the curve
 RIDGE = 5.0  # how many tokens' worth of belief holds the curve at the draft's own confidence

@@ -16,7 +16,8 @@ from operator import mul
 import numpy as np
 
 from moedraft.drafting.lengths.acceptance import AcceptanceModel
-from moedraft.drafting.lengths.costs import Floats, RoundCosts
+from moedraft.drafting.lengths.costs import RoundCosts
+from moedraft.drafting.lengths.growth import Floats
 from moedraft.evidence import Proposal
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from statistics import median_low as median  # of few: noise only ever adds
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Floats = NDArray[np.float64]
+from moedraft.drafting.lengths.growth import Floats, Growth
+
 Shape = tuple[int, float]  # steps of the draft model, draft tokens verified per row; (0, 0) is plain
 
 PLAIN: Shape = (0, 0.0)
@@ -33,17 +34,19 @@ class RoundCosts:
     A round is everything between two steps: drafting, verifying, and the bookkeeping around them, which a
     model of forwards alone would miss. The cost of a shape is the median of its last few rounds, and a plane
     is fitted through these medians. A shape that was seen once is left out, because the first round of a kind
-    is slow.
+    is slow. Verified tokens are counted on a scale on which the target's forward grows evenly (`Growth`).
     """
 
-    def __init__(self, usual: Mapping[int, Floats] | None = None) -> None:
+    def __init__(self, usual: Mapping[int, Floats] | None = None, growth: Growth | None = None) -> None:
         """usual: by number of rows, slopes that were measured before the first request.
 
         They count until rounds of real requests are timed, which have longer texts and other experts.
+        growth: of the target's forward, measured before; without it, all verified tokens cost alike.
         """
-        self.usual = dict(usual or {})
+        self.usual, self.growth = dict(usual or {}), growth
         self.samples: dict[int, dict[Shape, deque[float]]] = {}
         self._slopes: dict[int, Floats] = {}
+        self._tables: dict[int, list[float]] = {}  # by rows, `_each` of 0, 1, 2 … verified tokens
         self._rounds: dict[int, int] = {}  # by rows
         self._seen: dict[tuple[int, Shape], int] = {}  # the last round of a shape
 
@@ -93,12 +96,27 @@ class RoundCosts:
         """
         begin, step, wide = self.slopes(rows).tolist()
         drafting = np.asarray(steps, dtype=float)
-        return np.asarray(1 + begin * (drafting > 0) + step * drafting + wide / rows * np.asarray(verified))
+        return np.asarray(1 + begin * (drafting > 0) + step * drafting + wide * self._each(rows, verified))
 
     def of(self, rows: int, steps: int, verified: int) -> float:
         """`relative` of a single shape."""
         begin, step, wide = self.slopes(rows).tolist()
-        return float(1 + begin * (steps > 0) + step * steps + wide / rows * verified)
+        return float(1 + begin * (steps > 0) + step * steps + wide * self._one(rows, verified))
+
+    def _one(self, rows: int, verified: int) -> float:
+        """`_each` of a single number, from a table: a round asks for a dozen of them."""
+        if self.growth is None:
+            return verified / rows
+        if rows not in self._tables:
+            self._tables[rows] = self._each(rows, np.arange(rows * self.growth.longest + 1)).tolist()
+        table = self._tables[rows]
+        return table[verified] if verified < len(table) else float(self._each(rows, verified))
+
+    def _each(self, rows: int, verified: ArrayLike) -> Floats:
+        """Verified tokens per row, on the scale of `Growth` where that is known."""
+        if self.growth is None:
+            return np.asarray(verified, dtype=float) / rows
+        return self.growth.stretched(rows, verified)
 
     def slopes(self, rows: int) -> Floats:
         """What drafting at all costs, a draft step, and one more verified token per row, in plain rounds.
@@ -108,17 +126,38 @@ class RoundCosts:
         """
         if rows not in self._slopes:
             nearest = min(self.usual, key=lambda known: _distance(known, rows), default=None)
-            prior = PRIOR if nearest is None else self.usual[nearest]
+            prior = self._prior(rows) if nearest is None else self.usual[nearest]
             reach = math.inf if nearest is None else _distance(nearest, rows)
             near = [n for n in self.samples if _distance(n, rows) <= reach]
-            others = _fit([point for n in near for point in _points(self.samples[n])], prior)
-            self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), others)
+            others = _fit([point for n in near for point in self._points(n)], prior)
+            self._slopes[rows] = _fit(self._points(rows), others)
         return self._slopes[rows]
+
+    def _prior(self, rows: int) -> Floats:
+        """PRIOR, with what a verified token costs by the target's own growth where that is known."""
+        begin, step, wide = PRIOR.tolist()
+        return np.array([begin, step, self.growth.slope(rows) if self.growth else wide])
+
+    def _points(self, rows: int) -> list[Point]:
+        """What was timed of so many rows, by shape."""
+        shapes = self.samples.get(rows, {})
+        if PLAIN not in shapes:
+            return []
+        plain = median(shapes[PLAIN])
+        return [
+            (
+                [float(steps > 0), steps, float(self._each(rows, rows * each))],
+                median(values) / plain - 1,
+                (len(values) - 1) / (KEPT - 1),
+            )
+            for (steps, each), values in shapes.items()
+            if each
+        ]
 
     def calibrated(self) -> dict[int, Floats]:
         """`slopes` by number of rows, from these rows' own rounds, which were timed on purpose."""
-        points = {rows: _points(shapes) for rows, shapes in self.samples.items()}
-        return {rows: _fit(found, PRIOR, SLIGHT) for rows, found in points.items() if found}
+        points = {rows: self._points(rows) for rows in self.samples}
+        return {rows: _fit(found, self._prior(rows), SLIGHT) for rows, found in points.items() if found}
 
 
 def shape_of(rows: int, steps: int, verified: int) -> Shape:
@@ -132,17 +171,6 @@ def shape_of(rows: int, steps: int, verified: int) -> Shape:
 def _distance(a: int, b: int) -> float:
     """How far apart two numbers of rows are, as the logarithm of their quotient."""
     return abs(math.log(a / b))
-
-
-def _points(shapes: dict[Shape, deque[float]]) -> list[Point]:
-    if PLAIN not in shapes:
-        return []
-    plain = median(shapes[PLAIN])
-    return [
-        ([float(steps > 0), steps, each], median(values) / plain - 1, (len(values) - 1) / (KEPT - 1))
-        for (steps, each), values in shapes.items()
-        if each
-    ]
 
 
 def _fit(points: list[Point], prior: Floats, weight: float = PRIOR_WEIGHT) -> Floats:

@@ -1,0 +1,76 @@
+"""How a forward grows with its tokens, and what a budget makes of that."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moedraft.drafting.lengths.budget import Budget
+from moedraft.drafting.lengths.costs import PRIOR, RoundCosts
+from moedraft.drafting.lengths.growth import Growth
+
+STAIRS = {1: 10.0, 2: 10.0, 3: 10.0, 4: 10.0, 5: 12.0, 6: 12.0, 7: 18.0, 8: 18.0, 9: 18.0}
+
+
+def stairs() -> Growth:
+    growth = Growth.through(STAIRS, 8)
+    assert growth is not None
+    return growth
+
+
+def test_between_and_beyond_what_was_measured_there_are_lines() -> None:
+    growth = Growth.through({2: 20.0, 1: 10.0, 4: 30.0}, 3)
+    assert growth is not None
+    assert growth.at([1, 1.5, 3, 4, 6]).tolist() == pytest.approx([10, 15, 25, 30, 40])
+
+
+def test_noise_does_not_make_more_tokens_cheaper() -> None:
+    growth = Growth.through({1: 10.0, 2: 14.0, 3: 12.0}, 2)
+    assert growth is not None
+    assert growth.at([1, 2, 3, 9]).tolist() == [10.0, 14.0, 14.0, 14.0]
+
+
+@pytest.mark.parametrize(("measured", "longest"), [({}, 8), ({1: 10.0}, 8), (STAIRS, 0)])
+def test_too_little_tells_nothing(measured: dict[int, float], longest: int) -> None:
+    assert Growth.through(measured, longest) is None
+
+
+def test_tokens_that_cost_nothing_count_for_nothing_and_the_longest_draft_for_all() -> None:
+    growth = stairs()
+    assert growth.stretched(1, np.arange(9)).tolist() == pytest.approx([0, 0, 0, 0, 2, 2, 8, 8, 8])
+    assert growth.stretched(2, 2) == pytest.approx(0)
+    assert growth.slope(1) == pytest.approx(0.1)
+
+
+def test_a_forward_that_does_not_grow_counts_tokens_as_they_are() -> None:
+    growth = Growth.through({1: 5.0, 9: 5.0}, 8)
+    assert growth is not None
+    assert growth.stretched(2, [0, 2, 6]).tolist() == [0, 1, 3]
+    assert growth.slope(2) == 0
+
+
+def test_costs_follow_the_stairs_before_and_after_rounds_are_timed() -> None:
+    costs = RoundCosts(growth=stairs())
+    assert [costs.of(1, 0, count) for count in (0, 3, 4, 8)] == pytest.approx([1, 1, 1.2, 1.8])
+    assert costs.of(1, 1, 1) == pytest.approx(1 + PRIOR[0] + PRIOR[1])
+    for _ in range(9):  # in truth what lies around the forward takes half of a round
+        for verified, ms in ((0, 20.0), (3, 20.0), (5, 22.0), (8, 28.0)):
+            costs.observe(1, 0, verified, ms)
+    assert costs.of(1, 0, 3) == 1
+    assert costs.of(1, 0, 8) == pytest.approx(1.4, abs=0.03)
+    assert costs.of(1, 0, 12) == pytest.approx(float(costs.relative(1, 0, 12)))  # longer than any draft
+    many = costs.relative(1, [[0], [1]], [0, 3, 8])
+    assert many == pytest.approx(np.array([[costs.of(1, s, v) for v in (0, 3, 8)] for s in (0, 1)]))
+
+
+def test_guesses_end_where_the_next_one_would_climb_a_stair() -> None:
+    """Looked-up tokens of which each is accepted in nine of ten cases, or in one of five."""
+    chances = [0.9**n for n in range(1, 9)]
+    plain, steps = Budget(8, ragged=True), Budget(8, ragged=True)
+    plain.costs = RoundCosts({1: np.array([0.0, 0.0, 0.1])})
+    steps.costs = RoundCosts({1: np.array([0.0, 0.0, 0.1])}, stairs())
+    assert plain.plan({}, {0: chances}, 1).looking == {0: 8}
+    assert steps.plan({}, {0: chances}, 1).looking == {0: 5}
+    weak = [0.2**n for n in range(1, 9)]
+    assert plain.plan({}, {0: weak}, 1).looking == {0: 1}
+    assert steps.plan({}, {0: weak}, 1).looking == {0: 3}  # they cost nothing
