@@ -90,7 +90,7 @@ def generate(
 
 
 def _loaded(settings: Settings, drafted: int) -> System:
-    """Load the system; with `drafted` prompts to draft for, also measure what rounds for so many cost."""
+    """Load the system; with prompts to draft for, time rounds of so many; with more than a few, forwards."""
     with busy("Loading the models"):
         from moedraft.engine.calibration import calibrate
         from moedraft.system.build import build
@@ -98,7 +98,7 @@ def _loaded(settings: Settings, drafted: int) -> System:
         system = build(settings)
         try:
             if drafted:
-                calibrate(system.engine, {min(drafted, settings.max_batch_size)})
+                calibrate(system.engine, {min(drafted, settings.max_batch_size)}, forwards=drafted > 8)
         except BaseException:
             system.close()
             raise

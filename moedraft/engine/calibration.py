@@ -26,18 +26,20 @@ PASSES = 3  # over all kinds of rounds, so that a slow moment of the machine is 
 ROUNDS = 3  # of each kind in a pass, after one that is not timed where another kind came before it
 LENGTHS = (0, 1, 3)  # draft tokens of each row; 0 is plain decoding
 TOKENS = 32  # of the text that stands before
-GROWTH_PASSES = 5  # over all numbers of tokens; the fastest time of each counts, since noise only ever adds
+GROWTH_PASSES = 4  # over all numbers of tokens; the fastest time of each counts, since noise only ever adds
 GROWTH_SECONDS = 2.5  # after which no further pass is begun
 WIDTHS = (1, 2, 3, 5)  # tokens of each row that are timed of full batches, besides the most there can be
 
 
-def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float = 4.0) -> None:
+def calibrate(
+    engine: Engine, batches: Collection[int] = (), *, seconds: float = 4.0, forwards: bool = True
+) -> None:
     """Time plain and drafting rounds, and tell the engine's budget. The engine must be idle.
 
-    batches: numbers of rows to time; by itself one row, and as many as the engine has slots. First the
-    target's forwards are timed by how many tokens they read, for two or three seconds at most, then rounds;
-    after `seconds` no further kind of these is begun. What the guesses were worth says nothing about real
-    requests, so the budget gets the times alone. A fault is logged and changes nothing.
+    batches: numbers of rows to time; by itself one row, and as many as the engine has slots. forwards: first
+    time the target's forwards by how many tokens they read, for two or three seconds at most. Then rounds are
+    timed; after `seconds` no further kind of these is begun. What the guesses were worth says nothing about
+    real requests, so the budget gets the times alone. A fault is logged and changes nothing.
     """
     if not engine.chooser.drafts or engine.has_work:
         return
@@ -45,7 +47,7 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
     measured = Budget(known.longest, known.ragged)
     sizes = sorted({*batches} or {1, engine.scheduler.slots})
     try:
-        growth = growth_of(engine, sizes[-1])
+        growth = growth_of(engine, sizes[-1]) if forwards else None
         measured.costs = RoundCosts(growth=growth)
         began, kinds = monotonic(), product(range(PASSES), sizes, LENGTHS)
         for _, rows, length in kinds:
@@ -67,8 +69,8 @@ def growth_of(engine: Engine, rows: int) -> Growth | None:
     longest = engine.chooser.budget.longest
     if engine.max_model_len < TOKENS + longest + 1:
         return None
-    shapes = [(1, width) for width in range(1, longest + 2)]
-    shapes += [(rows, width) for width in sorted({*WIDTHS, longest + 1}) if width <= longest + 1]
+    some = {width for width in (*WIDTHS, longest + 1) if width <= longest + 1}
+    shapes = sorted({(1, width) for width in range(1, longest + 2)} | {(rows, width) for width in some})
     times: dict[int, float] = {}
     began, passes = monotonic(), 0
     while passes < GROWTH_PASSES and monotonic() - began < GROWTH_SECONDS:
