@@ -45,7 +45,7 @@ ROOMS = {
     "drafting/heads": (3, 320),
     "drafting/lengths": (5, 630),
     "drafting/lookup": (5, 400),
-    "engine": (15, 1625),
+    "engine": (15, 1640),
     "feature": (8, 1040),
     "feature/training": (5, 650),
     "insight": (7, 1015),

@@ -8,7 +8,7 @@ costs late or never.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import product
 from time import monotonic, perf_counter
 
@@ -26,9 +26,10 @@ PASSES = 3  # over all kinds of rounds, so that a slow moment of the machine is 
 ROUNDS = 3  # of each kind in a pass, after one that is not timed where another kind came before it
 LENGTHS = (0, 1, 3)  # draft tokens of each row; 0 is plain decoding
 TOKENS = 32  # of the text that stands before
-GROWTH_PASSES = 4  # over all numbers of tokens; the fastest time of each counts, since noise only ever adds
-GROWTH_SECONDS = 2.5  # after which no further pass is begun
+FORWARD_PASSES = 4  # over all numbers of tokens; the fastest time of each counts, since noise only ever adds
+FORWARD_SECONDS = 1.25  # for forwards of one row, and as long for full batches; what was begun ends
 WIDTHS = (1, 2, 3, 5)  # tokens of each row that are timed of full batches, besides the most there can be
+MOST_TOKENS = 256  # of one forward; all their logits are in memory at once
 
 
 def calibrate(
@@ -37,7 +38,7 @@ def calibrate(
     """Time plain and drafting rounds, and tell the engine's budget. The engine must be idle.
 
     batches: numbers of rows to time; by itself one row, and as many as the engine has slots. forwards: first
-    time the target's forwards by how many tokens they read, for two or three seconds at most. Then rounds are
+    time the target's forwards by how many tokens they read, for some three seconds at most. Then rounds are
     timed; after `seconds` no further kind of these is begun. What the guesses were worth says nothing about
     real requests, so the budget gets the times alone. A fault is logged and changes nothing.
     """
@@ -64,23 +65,39 @@ def calibrate(
 def growth_of(engine: Engine, rows: int) -> Growth | None:
     """How the target's forward grows: of one row for each draft length, and of `rows` for some.
 
-    None where the context has no room for it, or where forwards take too long for all to be timed twice.
+    None where nothing is drafted by costs, where the context has no room for it, or where forwards take too
+    long for some to be timed twice. A fault is logged and leaves it unknown.
     """
-    longest = engine.chooser.budget.longest
-    if engine.max_model_len < TOKENS + longest + 1:
+    longest = engine.chooser.budget.longest if engine.chooser.limits.adaptive else 0
+    if not longest or engine.max_model_len < TOKENS + longest + 1:
         return None
-    some = {width for width in (*WIDTHS, longest + 1) if width <= longest + 1}
-    shapes = sorted({(1, width) for width in range(1, longest + 2)} | {(rows, width) for width in some})
-    times: dict[int, float] = {}
-    began, passes = monotonic(), 0
-    while passes < GROWTH_PASSES and monotonic() - began < GROWTH_SECONDS:
-        for count, width in shapes:
-            start = perf_counter()
-            engine.runner.rehearse(count, width, TOKENS)
-            took = (perf_counter() - start) * 1e3
-            times[count * width] = min(took, times.get(count * width, took))
-        passes += 1
-    return Growth.through(times, longest) if passes > 1 else None
+    widths = [width for width in range(1, longest + 2) if width <= MOST_TOKENS]
+    some = [width for width in widths if width in (*WIDTHS, longest + 1) and rows * width <= MOST_TOKENS]
+    times: dict[int, list[float]] = {}
+    try:
+        for shapes in ([(1, width) for width in widths], [(rows, width) for width in some if rows > 1]):
+            _time_forwards(engine, shapes, times)
+    except Exception:
+        log.exception("The target's forwards could not be timed; verified tokens are taken to cost alike.")
+        return None
+    finally:
+        for slot in range(rows):
+            engine.runner.clear(slot)
+    growth = Growth.through({n: min(each) for n, each in times.items() if len(each) > 1}, longest)
+    if growth is None:
+        log.info("The target's forwards take too long to be timed; verified tokens are taken to cost alike.")
+    return growth
+
+
+def _time_forwards(engine: Engine, shapes: Sequence[tuple[int, int]], times: dict[int, list[float]]) -> None:
+    """Add the milliseconds of forwards over so many rows and tokens of each to `times`, by all tokens."""
+    began = monotonic()
+    for _, (rows, width) in product(range(FORWARD_PASSES), shapes):
+        if monotonic() - began > FORWARD_SECONDS:
+            return
+        start = perf_counter()
+        engine.runner.rehearse(rows, width, TOKENS)
+        times.setdefault(rows * width, []).append((perf_counter() - start) * 1e3)
 
 
 def _run(engine: Engine, rows: int, length: int) -> None:

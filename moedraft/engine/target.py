@@ -63,9 +63,10 @@ class TargetRunner:
     def rehearse(self, rows: int, width: int, start: int) -> None:
         """Read `width` tokens of each of the first `rows` slots, as `score` would, only to be timed.
 
-        No slot may be in use. What is written there is overwritten when one is.
+        No slot may be in use; clear these afterwards. The tokens differ, since a mixture of experts reads
+        more weights for different ones.
         """
-        ids = torch.zeros(rows, width, dtype=torch.int64, device=self.model.device)
+        ids = torch.arange(rows * width, device=self.model.device).view(rows, width) % self.model.vocab_size
         lengths = [width] * rows if self.model.ragged else None
         logits = self.model.forward(
             self.cache, 0, ids, [start] * rows, lengths=lengths, hidden=self._wanted()

@@ -252,7 +252,8 @@ def pattern_part(whole: Whole, pattern: str) -> str:
             "others come without a key, so that no bound for each of several clients is at work, as it is in "
             "a server whose clients all have keys."
         )
-    return "\n\n".join([f"## {heading_of(pattern)}", right, table(head, rows), by_domain(of)])
+    parts = [f"## {heading_of(pattern)}", right, table(head, rows) if len(rows) > 1 else "", by_domain(of)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def row(of: Whole, name: str) -> list[str]:
@@ -264,7 +265,8 @@ def row(of: Whole, name: str) -> list[str]:
 
 def by_domain(of: Whole) -> str:
     """By domain, what was gained on static."""
-    names = [name for name in TABLED if name in of and name != STATIC and of[name]["gain"] is not None]
+    learners = (*TABLED, *served.FURTHER)
+    names = [name for name in learners if name in of and name != STATIC and of[name]["gain"] is not None]
     if not names:
         return ""
     domains = list(of[names[0]]["domains"])

@@ -16,13 +16,14 @@ NO_LEARNERS = (
     "in [benchmarks](benchmarks.md#experts-on-a-real-model)."
 )
 WITH_GATE = (
-    "Arrangements that others stand for publish every update, as these systems do. Those that learn online "
-    "were run with the gate as well where a row says so, with one update for each window, and one wide "
-    "adapter with further ones. The gate of one adapter cannot leave a domain to the draft base alone. One "
-    "adapter on the latest window, separate experts, and shared and experts in turns were not run with the "
-    "gate: without it they are below joint learning on most traffic, and a gate publishes less, not better. "
-    "On [evidence-served](evidence-served.md) one wide adapter with the gate was run at a later commit than "
-    "the default beside it, between which nothing of the gate changed."
+    "Arrangements that others stand for publish every update, as these systems do. Those that learn "
+    "online were run with the gate as well where a row says so, with one update for each window, and one "
+    "wide adapter with further ones. One adapter was not withheld from domains of which nothing was "
+    "learned yet; [what that would give](evidence-served.md#what-decides-who-the-default-is) is computed. "
+    "One adapter on the latest window, separate experts, and shared and experts in turns were not run "
+    "with the gate: without it they are below joint learning on most traffic, and a gate publishes less, "
+    "not better. On [evidence-served](evidence-served.md) one wide adapter with the gate was run at a "
+    "later commit than the default beside it, between which nothing of the gate changed."
 )
 SHARED_ALONE = (
     "*Shared alone* is no arrangement of its own: without experts, joint learning is one adapter on mixed "

@@ -42,9 +42,9 @@ REASONS = (
     "twelve domains, where an expert learns from few rows of each step, one adapter stays ahead "
     "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)); with many records of each "
     "of four domains experts are, from the same tokens ([one "
-    "seed](experiments.md#where-there-are-many-records)); as they serve, they are level there. Experts "
-    "are the default since with them no domain is harmed while others learn (below), and since each can "
-    "be pinned, taken back or exported by itself."
+    "seed](experiments.md#where-there-are-many-records)); as they serve, they are level there. Why "
+    "experts are the default all the same: [what decides "
+    "it](evidence-served.md#what-decides-who-the-default-is)."
 )
 DELAYED_LESS = " (the single adapter's, further down, it delays less)"
 OLDER = (

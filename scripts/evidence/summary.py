@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from evidence import boundaries, came, growth, tokens
+from evidence import boundaries, came, growth, tokens, withheld
 from evidence.arrangements import (
     ARRANGEMENTS,
     EQUAL_COST,
@@ -66,7 +66,20 @@ def summary(runs: Runs) -> dict[str, Any]:
         "unsure": {pattern: _unsure(every, pattern) for pattern in patterns},
         "router": {pattern: routed_right(runs, pattern) for pattern in patterns},
         "patterns": patterns,
+        "withheld": _withheld(runs),
     }
+
+
+def _withheld(runs: Runs) -> dict[str, Any]:
+    """The rivals of the default as if they were withheld from new domains, by pattern."""
+    if not any(name == SERVED for _, name in runs.by_name):
+        return {}
+    changed = withheld.runs_of(runs)
+    found: dict[str, Any] = {}
+    for pattern, name in changed.by_name:
+        if name in withheld.RIVALS:
+            found.setdefault(pattern, {})[name] = of_runs(changed, pattern, name)
+    return found
 
 
 def _resampled(every: Sequence[Found], pattern: str) -> list[int]:

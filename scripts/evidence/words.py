@@ -44,9 +44,10 @@ Why experts do not guess more than one adapter was not isolated. The likely reas
 the target's own states, which tell the domain by themselves, so one adapter that replays all domains can
 learn them all without one disturbing another, and experts have nothing to separate (separate experts,
 without a shared adapter, guess less [on three of nine kinds of traffic](evidence.md), where prompts are of
-two domains, of none, or shift, and as much on the others). What one adapter cannot do is to leave a domain
-alone of which it has learned nothing yet. Where answers are sampled, and where there are many records,
-experts guess [somewhat](experiments.md#what-sampled-answers-teach)
+two domains, of none, or shift, and as much on the others). It cannot be the whole reason: an independent
+draft reads no such states, and there joint learning does not guess more either
+([evidence-mini](evidence-mini.md); the single adapter has more weights there). Where answers are sampled, and
+where there are many records, experts guess [somewhat](experiments.md#what-sampled-answers-teach)
 [more](experiments.md#where-there-are-many-records)."""
 
 METHOD_TEXT = """## How it was measured
@@ -68,8 +69,9 @@ METHOD_TEXT = """## How it was measured
   gate publish every update.
 - **With gate**: the gate, after each update once. A server also makes *further updates* from the same records
   while they still bring something; arrangements with some of these, fewer than a server's, have a section of
-  their own. Not in these figures:
-  a server changes the interval between updates, and takes versions back that later requests show to be worse.
+  their own. Not in these figures: a server changes the interval between updates, takes versions back that
+  later requests show to be worse, and lets what an answer shows of the experts decide who drafts on
+  (`selector = "evidence"`); here the router alone does.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
   three. The orders of [evidence-served](evidence-served.md) are of the present gate but for three, a
   domain that nobody registered, a new domain from the middle on, and shares by Zipf's law; these and those of
@@ -161,8 +163,10 @@ def method(
 COMMANDS = """## Run it again
 
 Answers of the target are kept in a folder (`--cache`), each run in a file of its own; a command that was
-stopped goes on where it was. So all commands but the second make what is missing in these results, and
-with another `--out` all of it anew. Without `--doc` the page is `evidence.md` in the folder `--out`.{times}
+stopped goes on where it was. So all commands but the second make what is missing in these results, unless the
+target would be in another precision than in the runs that are there (then the message names the `--dtype`
+that fits), and with another `--out` all of it anew. Without `--doc` the page is `evidence.md` in the folder
+`--out`.{times}
 
     python scripts/evidence.py --data ../shared/data --out results/evidence --strength 1 \\
         --own-tokens 4096 --resampled 0 --doc docs/evidence.md
@@ -170,10 +174,12 @@ with another `--out` all of it anew. Without `--doc` the page is `evidence.md` i
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini \\
         --doc docs/evidence-mini.md
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts served --patterns steady,one-by-one,shift,drift
+        --doc docs/evidence-served.md --parts served --patterns steady,one-by-one,shift,drift,crossed
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
         --doc docs/evidence-served.md --parts served --resampled 0 \\
-        --patterns new-domain,zipf,unregistered,reworded,crossed
+        --patterns new-domain,zipf,unregistered,reworded
+    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
+        --doc docs/evidence-served.md --parts poison --arrangements static,joint+gate:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
         --strength 1 --own-tokens 4096 --resampled 0 --doc docs/evidence-turns.md \\
         --parts main,gated,further,poison --arrangements \\

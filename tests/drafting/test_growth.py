@@ -27,7 +27,7 @@ def test_between_and_beyond_what_was_measured_there_are_lines() -> None:
 def test_noise_does_not_make_more_tokens_cheaper() -> None:
     growth = Growth.through({1: 10.0, 2: 14.0, 3: 12.0}, 2)
     assert growth is not None
-    assert growth.at([1, 2, 3, 9]).tolist() == [10.0, 14.0, 14.0, 14.0]
+    assert growth.at([1, 2, 3, 9]).tolist() == [10.0, 12.0, 12.0, 12.0]
 
 
 @pytest.mark.parametrize(("measured", "longest"), [({}, 8), ({1: 10.0}, 8), (STAIRS, 0)])
@@ -35,18 +35,20 @@ def test_too_little_tells_nothing(measured: dict[int, float], longest: int) -> N
     assert Growth.through(measured, longest) is None
 
 
-def test_tokens_that_cost_nothing_count_for_nothing_and_the_longest_draft_for_all() -> None:
+def test_tokens_that_cost_nothing_add_nothing() -> None:
     growth = stairs()
-    assert growth.stretched(1, np.arange(9)).tolist() == pytest.approx([0, 0, 0, 0, 2, 2, 8, 8, 8])
-    assert growth.stretched(2, 2) == pytest.approx(0)
-    assert growth.slope(1) == pytest.approx(0.1)
+    assert growth.more(1, np.arange(9)).tolist() == pytest.approx([0, 0, 0, 0, 0.2, 0.2, 0.8, 0.8, 0.8])
+    assert growth.more(2, 2) == pytest.approx(0)
+    assert growth.more(5, 2) == pytest.approx(0.5)
 
 
-def test_a_forward_that_does_not_grow_counts_tokens_as_they_are() -> None:
-    growth = Growth.through({1: 5.0, 9: 5.0}, 8)
+def test_of_a_forward_that_hardly_grows_the_steps_are_noise() -> None:
+    growth = Growth.through({1: 5.0, 4: 5.0, 5: 5.2, 9: 5.3}, 8)
     assert growth is not None
-    assert growth.stretched(2, [0, 2, 6]).tolist() == [0, 1, 3]
-    assert growth.slope(2) == 0
+    assert growth.is_even(1)
+    assert not stairs().is_even(1)
+    for shape in ((1, 0, 3), (1, 2, 6)):
+        assert RoundCosts(growth=growth).of(*shape) == pytest.approx(RoundCosts().of(*shape))
 
 
 def test_costs_follow_the_stairs_before_and_after_rounds_are_timed() -> None:
@@ -74,3 +76,32 @@ def test_guesses_end_where_the_next_one_would_climb_a_stair() -> None:
     weak = [0.2**n for n in range(1, 9)]
     assert plain.plan({}, {0: weak}, 1).looking == {0: 1}
     assert steps.plan({}, {0: weak}, 1).looking == {0: 3}  # they cost nothing
+
+
+def test_rows_that_are_alike_do_not_make_a_round_climb_a_stair() -> None:
+    """Four rows have looked up a token of the same chance each; for two of them there is room."""
+    growth = Growth.through({1: 10.0, 4: 10.0, 6: 10.0, 7: 15.0, 36: 60.0}, 8)
+    budget = Budget(8, ragged=True)
+    budget.costs = RoundCosts(growth=growth)
+    looking = budget.plan({}, {b: [0.24] for b in range(4)}, 4).looking
+    assert list(looking.values()) == [1, 1]
+
+
+def test_rows_of_numbers_that_were_not_timed_follow_the_growth_of_their_own() -> None:
+    """One row does not grow before the fifth token, and eight do at once."""
+    growth = Growth.through({1: 10.0, 4: 10.0, 8: 20.0, 16: 40.0, 72: 180.0}, 8)
+    costs = RoundCosts({1: np.array([0.0, 0.0, 0.12]), 8: np.array([0.0, 0.0, 0.12])}, growth)
+    assert costs.of(2, 0, 2) == pytest.approx(1.0)
+    assert costs.of(6, 0, 6) == pytest.approx(growth.at(12) / growth.at(6))  # type: ignore[union-attr]
+
+
+def test_a_step_is_taken_where_those_after_it_are_free() -> None:
+    """The fourth guess climbs a stair that pays with the fifth; nothing pays for the next stair."""
+    budget = Budget(8, ragged=True)
+    budget.costs = RoundCosts({1: np.array([0.0, 0.02, 0.12])}, stairs())
+    survival, expected, taken = 1.0, 1.0, 0
+    while budget.another([0.85], [survival], expected, taken, 1, range(taken, 9)):
+        survival, taken = 0.85 * survival, taken + 1
+        expected += survival
+    assert taken == 5
+    assert not budget.another([0.85], [0.85**3], expected, 3, 1, (3, 4)), "by the next step alone"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.lengths.budget import Budget
 from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.drafting.model import ModelDrafter
-from moedraft.engine.calibration import calibrate, growth_of
+from moedraft.engine.calibration import TOKENS, calibrate, growth_of
 from moedraft.engine.engine import Engine
 from moedraft.routing.selector import FixedSelector
 
@@ -68,18 +70,26 @@ def test_a_slow_moment_does_not_make_drafting_look_expensive(
             assert begin + steps * (step + each) == pytest.approx(steps / 2, rel=0.05)
 
 
+class Timed:
+    """A clock that only forwards turn: `seconds` of one by how many tokens it reads, all rows together."""
+
+    def __init__(self, one: Engine, patch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+        self.now, self.seconds, self.read = 0.0, seconds, list[int]()
+        patch.setattr(one.runner, "rehearse", self.rehearse)
+        for name in ("perf_counter", "monotonic"):
+            patch.setattr(f"moedraft.engine.calibration.{name}", lambda: self.now)
+
+    def rehearse(self, rows: int, width: int, start: int) -> None:
+        self.read.append(rows * width)
+        self.now += self.seconds(rows * width)
+
+
 def test_a_forward_that_grows_in_steps_is_known_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens take as long as one; each further four take half as long again. Noise only ever adds."""
-    one, clock, calls = engine(), 0.0, 0
-
-    def rehearse(rows: int, width: int, start: int) -> None:
-        nonlocal clock, calls
-        calls += 1
-        clock += 0.01 * (1 + (rows * width - 1) // 4 * 0.5) + 0.02 * (calls % 3 == 0)
-
-    monkeypatch.setattr(one.runner, "rehearse", rehearse)
-    monkeypatch.setattr("moedraft.engine.calibration.perf_counter", lambda: clock)
-    monkeypatch.setattr("moedraft.engine.calibration.monotonic", lambda: clock)
+    one = engine()
+    timed = Timed(one, monkeypatch, lambda n: 0.01 * (1 + (n - 1) // 4 * 0.5))
+    plain, calls = timed.seconds, iter(range(1000))
+    timed.seconds = lambda n: plain(n) + 0.02 * (next(calls) % 4 == 0)
     growth = growth_of(one, 4)
     assert growth is not None
     assert growth.at([1, 4, 5, 8]).tolist() == pytest.approx([10, 10, 15, 15])
@@ -87,17 +97,42 @@ def test_a_forward_that_grows_in_steps_is_known_by_its_steps(monkeypatch: pytest
 
 
 def test_a_target_that_is_too_slow_is_not_timed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, clock = engine(), 0.0
-
-    def rehearse(rows: int, width: int, start: int) -> None:
-        nonlocal clock
-        clock += 1.0
-
-    monkeypatch.setattr(one.runner, "rehearse", rehearse)
-    monkeypatch.setattr("moedraft.engine.calibration.perf_counter", lambda: clock)
-    monkeypatch.setattr("moedraft.engine.calibration.monotonic", lambda: clock)
+    one = engine()
+    timed = Timed(one, monkeypatch, lambda _: 1.0)
     assert growth_of(one, 4) is None
-    assert clock < 20
+    assert timed.now <= 4
+
+
+def test_a_slow_target_is_known_by_one_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is time for two passes over one row and hardly one over the full batch."""
+    one = engine()
+    Timed(one, monkeypatch, lambda n: 0.05 if n < 10 else 1.0)
+    growth = growth_of(one, 8)
+    assert growth is not None
+    assert growth.tokens.max() == 9
+
+
+def test_no_forward_is_larger_than_memory_should_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    timed = Timed(one, monkeypatch, lambda _: 0.001)
+    growth_of(one, 200)
+    assert max(timed.read) == 200
+
+
+@pytest.mark.parametrize("longest", [0, 32])
+def test_forwards_are_timed_for_any_longest_draft(longest: int) -> None:
+    one = engine()
+    one.chooser.budget.longest = longest
+    growth = growth_of(one, 4)
+    assert (growth is None) == (longest == 0)
+    if growth:
+        assert set(range(1, 34)) <= set(growth.tokens)
+
+
+def test_where_lengths_are_fixed_forwards_are_not_timed() -> None:
+    one = engine()
+    with one.chooser.using(fixed_length=3):
+        assert growth_of(one, 4) is None
 
 
 def test_forwards_are_timed_by_their_tokens() -> None:
@@ -108,6 +143,23 @@ def test_forwards_are_timed_by_their_tokens() -> None:
     assert set(range(1, 10)) <= set(growth.tokens)
     assert growth.tokens[-1] == 4 * 9
     assert (np.diff(growth.ms) >= 0).all()
+    plain = engine()
+    calibrate(plain, forwards=False)
+    assert plain.chooser.budget.costs.growth is None
+    assert plain.chooser.budget.costs.usual
+
+
+def test_forwards_that_fail_leave_the_rounds_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    monkeypatch.setattr(one.runner, "rehearse", lambda *_: 1 / 0)
+    calibrate(one)
+    assert one.chooser.budget.costs.usual
+    assert one.chooser.budget.costs.growth is None
+
+
+def test_a_context_that_just_suffices_is_timed() -> None:
+    assert growth_of(engine(max_len=TOKENS + 9), 1) is not None
+    assert growth_of(engine(max_len=TOKENS + 8), 1) is None
 
 
 def test_answers_are_the_same_after_it() -> None:

@@ -7,8 +7,8 @@ drawn, else sampling would not be exact any more.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -147,9 +147,9 @@ class Budget:
         steps = np.arange(least, most + 1)[:, None]
         guessed = self._guessed(means)[least : most + 1, None]
         # By how many looked-up tokens are verified: the surest first, or as many of each row.
-        chances = sorted((chance for each in found.values() for chance in each), reverse=True)
+        ranked = sorted((-chance, i, b) for b, each in found.items() for i, chance in enumerate(each))
         if self.ragged:
-            brought = np.concatenate([[0.0], np.cumsum(chances)])
+            brought = np.concatenate([[0.0], np.cumsum([-chance for chance, _, _ in ranked])])
             verified = len(means) * steps + np.arange(len(brought))
         else:
             widths = np.arange(max((len(each) for each in found.values()), default=0) + 1)
@@ -158,9 +158,7 @@ class Budget:
         rates = (rows + guessed + brought) / self.costs.relative(rows, steps, verified)
         at, last = divmod(int(rates.argmax()), rates.shape[1])
         if self.ragged:
-            far = {
-                b: sum(chance >= chances[last - 1] for chance in each) for b, each in found.items() if last
-            }
+            far = dict(Counter(b for _, _, b in ranked[:last]))  # chances fall along a row
         else:
             far = {b: min(last, len(each)) for b, each in found.items()}
         return float(rates.max()), least + at, {b: count for b, count in far.items() if count}
@@ -201,20 +199,23 @@ class Budget:
         expected: float,
         steps: int,
         rows: int,
-        verified: tuple[int, int],
+        verified: Sequence[int],
     ) -> bool:
         """Whether to take step `steps + 1`, in a batch of `rows`, for some of them.
 
         means: how likely a token not drafted yet is accepted in each of these. survival: the chance that all
         tokens of each so far are accepted. expected: tokens the round emits as it stands, Σ over rows of
-        1 + Σ survival. verified: draft tokens verified without and with that step. Goes on while the step's
-        gain per time is at least the round's own average.
+        1 + Σ survival. verified: draft tokens verified without that step, with it, with one more …; costs may
+        rise at one step and not at the next ones. Goes on while the gain of some number of further steps,
+        per time, is at least the round's own average.
         """
-        if steps >= self.longest:
-            return False
-        now, then = (self.costs.of(rows, steps + more, verified[more]) for more in (0, 1))
-        gain = sum(s * mean for s, mean in zip(survival, means, strict=True))
-        return bool(gain * now >= expected * (then - now))
+        now, gain, chances = self.costs.of(rows, steps, verified[0]), 0.0, survival
+        for more, tokens in enumerate(verified[1 : 1 + self.longest - steps], start=1):
+            chances = [chance * mean for chance, mean in zip(chances, means, strict=True)]
+            gain += sum(chances)
+            if gain * now >= expected * (self.costs.of(rows, steps + more, tokens) - now):
+                return True
+        return False
 
 
 class StopRule:
@@ -256,7 +257,7 @@ class StopRule:
             self.expected,
             self.steps,
             len(self.limits),
-            (self._verified(self.steps), self._verified(self.steps + 1)),
+            [self._verified(steps) for steps in range(self.steps, self.budget.longest + 1)],
         )
 
     def _take(self, confidences: list[float]) -> None:

@@ -34,7 +34,8 @@ class RoundCosts:
     A round is everything between two steps: drafting, verifying, and the bookkeeping around them, which a
     model of forwards alone would miss. The cost of a shape is the median of its last few rounds, and a plane
     is fitted through these medians. A shape that was seen once is left out, because the first round of a kind
-    is slow. Verified tokens are counted on a scale on which the target's forward grows evenly (`Growth`).
+    is slow. Where the target's forward does not grow evenly with its tokens (`Growth`), they are counted by
+    what they add to it.
     """
 
     def __init__(self, usual: Mapping[int, Floats] | None = None, growth: Growth | None = None) -> None:
@@ -113,10 +114,10 @@ class RoundCosts:
         return table[verified] if verified < len(table) else float(self._each(rows, verified))
 
     def _each(self, rows: int, verified: ArrayLike) -> Floats:
-        """Verified tokens per row, on the scale of `Growth` where that is known."""
-        if self.growth is None:
+        """Verified tokens per row; by growth, as many of the usual price as take as long."""
+        if self.growth is None or self.growth.is_even(rows):
             return np.asarray(verified, dtype=float) / rows
-        return self.growth.stretched(rows, verified)
+        return self.growth.more(rows, verified) / PRIOR[2]
 
     def slopes(self, rows: int) -> Floats:
         """What drafting at all costs, a draft step, and one more verified token per row, in plain rounds.
@@ -126,17 +127,12 @@ class RoundCosts:
         """
         if rows not in self._slopes:
             nearest = min(self.usual, key=lambda known: _distance(known, rows), default=None)
-            prior = self._prior(rows) if nearest is None else self.usual[nearest]
+            prior = PRIOR if nearest is None else self.usual[nearest]
             reach = math.inf if nearest is None else _distance(nearest, rows)
             near = [n for n in self.samples if _distance(n, rows) <= reach]
             others = _fit([point for n in near for point in self._points(n)], prior)
             self._slopes[rows] = _fit(self._points(rows), others)
         return self._slopes[rows]
-
-    def _prior(self, rows: int) -> Floats:
-        """PRIOR, with what a verified token costs by the target's own growth where that is known."""
-        begin, step, wide = PRIOR.tolist()
-        return np.array([begin, step, self.growth.slope(rows) if self.growth else wide])
 
     def _points(self, rows: int) -> list[Point]:
         """What was timed of so many rows, by shape."""
@@ -157,7 +153,7 @@ class RoundCosts:
     def calibrated(self) -> dict[int, Floats]:
         """`slopes` by number of rows, from these rows' own rounds, which were timed on purpose."""
         points = {rows: self._points(rows) for rows in self.samples}
-        return {rows: _fit(found, self._prior(rows), SLIGHT) for rows, found in points.items() if found}
+        return {rows: _fit(found, PRIOR, SLIGHT) for rows, found in points.items() if found}
 
 
 def shape_of(rows: int, steps: int, verified: int) -> Shape:

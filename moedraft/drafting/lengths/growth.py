@@ -1,8 +1,7 @@
 """How the time of a target's forward grows with the tokens that it reads, by measurement.
 
-It hardly ever grows evenly. Processors multiply several rows in the time of one: with weights in half
-precision FBGEMM takes up to four rows of SmolLM2 as fast as one, five and six 1.15 times as long, seven 1.5
-times. So on such a processor three guesses cost nothing, and a seventh token as much as all before it.
+It hardly ever grows evenly, since processors multiply several rows in the time of one. With weights in half
+precision FBGEMM takes up to four tokens of SmolLM2 about as fast as one; the seventh costs half a forward.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
+EVEN = 0.1  # a forward that takes at most so much longer for the longest drafts is taken to grow evenly
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,15 @@ class Growth:
 
     @classmethod
     def through(cls, measured: Mapping[int, float], longest: int) -> Growth | None:
-        """measured: milliseconds by number of tokens. None if that is too little to tell anything."""
+        """measured: milliseconds by number of tokens. None if that is too little to tell anything.
+
+        Noise only ever adds, so a number of tokens takes at most what a larger one took.
+        """
         if len(measured) < 2 or not longest:
             return None
         tokens = np.array(sorted(measured), dtype=float)
-        ms = np.maximum.accumulate([measured[int(count)] for count in tokens])
-        return cls(tokens, ms, longest)
+        times = np.array([measured[int(count)] for count in tokens])
+        return cls(tokens, np.minimum.accumulate(times[::-1])[::-1], longest)
 
     def at(self, tokens: ArrayLike) -> Floats:
         """Milliseconds of a forward over so many tokens."""
@@ -40,18 +43,11 @@ class Growth:
         beyond = np.maximum(asked - self.tokens[-1], 0.0) * slope
         return np.asarray(np.interp(asked, self.tokens, self.ms) + beyond)
 
-    def stretched(self, rows: int, verified: ArrayLike) -> Floats:
-        """Draft tokens of so many rows, per row, on a scale on which each costs as much as any other.
+    def more(self, rows: int, verified: ArrayLike) -> Floats:
+        """How much longer a forward takes that also verifies so many tokens, in plain ones of the rows."""
+        plain = self.at(rows)
+        return np.asarray((self.at(rows + np.asarray(verified, dtype=float)) - plain) / plain)
 
-        The longest draft of each row keeps its number; a token that costs little counts for little.
-        """
-        plain, most = self.at(rows), self.at(rows * (1 + self.longest))
-        drafted = np.asarray(verified, dtype=float)
-        if most <= plain:
-            return drafted / rows
-        return self.longest * (self.at(rows + drafted) - plain) / (most - plain)
-
-    def slope(self, rows: int) -> float:
-        """What one more token on that scale costs, for each of so many rows, in plain forwards of them."""
-        plain, most = float(self.at(rows)), float(self.at(rows * (1 + self.longest)))
-        return (most - plain) / (self.longest * plain)
+    def is_even(self, rows: int) -> bool:
+        """Whether it hardly grows, so that its steps may be noise."""
+        return bool(self.more(rows, rows * self.longest) < EVEN)
