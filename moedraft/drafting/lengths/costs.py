@@ -117,7 +117,7 @@ class RoundCosts:
         """Verified tokens per row; by growth, as many of the usual price as take as long."""
         if self.growth is None or self.growth.is_even(rows):
             return np.asarray(verified, dtype=float) / rows
-        return self.growth.more(rows, verified) / PRIOR[2]
+        return np.asarray(self.growth.more(rows, verified) / PRIOR[2])
 
     def slopes(self, rows: int) -> Floats:
         """What drafting at all costs, a draft step, and one more verified token per row, in plain rounds.
