@@ -197,7 +197,13 @@ rubbish), `paper` (offline, online, and both), `objectives` (forward KL and othe
 update), `lean` (with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter
 takes), `gated` (the other online arrangements with the gate), `restart` (what a trainer that is started again
 has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent draft
-model only). `--patterns` and `--arrangements` choose from it."""
+model only). `--patterns` and `--arrangements` choose from it.
+
+The paper's own experiments, one command each, with `--data` and `--out` as above: offline, online and
+both, and which tokens are guessed right, `--parts paper`; objectives, `--parts objectives`, with each kind of
+answers `--parts data --target mini`; the update interval, `--parts interval`; data sets one after another,
+`--parts main --patterns one-by-one`; by language and by topic, `--parts main --patterns steady`; the speed-up
+predicted and measured, `moedraft bench`."""
 
 DASH = "—"
 NOT_MEASURED = "not measured"
