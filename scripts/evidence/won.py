@@ -27,16 +27,18 @@ HEAD = (
 )
 ABOUT = (
     "## What decides who the default is\n\n"
-    "First that nobody loses, then what is gained: an operator who turns learning on must not fear for a "
-    "domain. This order of the two is a choice, made when these figures were known; by what is gained alone "
-    "the last columns decide. All of these make further updates, with a wide shared adapter or one adapter "
-    "as large. *Lost more than .01*: of first guesses, against static, at any measurement on the way or in "
-    "the end, and surely something by its interval, which is not corrected for how many there are. What a "
-    "rival has beside the default: on how many patterns it is surely better, level as far as can be told, "
-    f"and surely worse. The default leaves domains with fewer than {TAUGHT} records to the draft base alone. "
-    "*Withheld from new domains*: one adapter that is withheld likewise, by the same router. That was not "
-    "run: it follows from the runs without it, since what an adapter learns does not depend on whom it "
-    "serves. Only its gate might have judged a little otherwise."
+    "First that nobody loses, then what is gained: an operator who turns learning on must not fear for "
+    "a domain. This order of the two is a choice, made when these figures were known; by what is gained "
+    "alone the last columns decide. All of these make further updates, with a wide shared adapter or "
+    "one adapter as large. *Lost more than .01*: of first guesses, against static, at any measurement "
+    "on the way or in the end, and surely something by its interval, with every seed, which is not "
+    "corrected for how many there are. What a rival has beside the default: on how many patterns it is "
+    "surely better, level as far as can be told, and surely worse. The default leaves domains with "
+    f"fewer than {TAUGHT} records to the draft base alone. *Withheld from new domains*: one adapter that "
+    "would be withheld likewise. That was not run: it is computed from the runs without it, since what "
+    "an adapter learns does not depend on whom it serves. What its gate would have said of a domain's "
+    "first records is not known, and held-out prompts count by their true domain where a router takes a "
+    "few for another."
 )
 
 
@@ -60,15 +62,12 @@ def entries(whole: Whole) -> list[Entry]:
 
 
 WHY = (
-    "What keeps domains from harm here is therefore not that each has an expert, but that adapters are "
-    "withheld from domains of which nothing was learned yet. Whoever has experts knows the domains apart "
-    "and does that at once; one adapter needs the same router for it. The gate keeps either from what "
-    "training itself does wrong: on general English one adapter without it ends with .045 fewer first "
-    "guesses ([one seed](evidence.md#the-papers-experiments-in-small)). So the default's rival is one "
-    "adapter with the same gate, withheld likewise, and between these two the columns on the right "
-    "decide. Beyond them, each expert can be pinned, taken back, exported or removed with its domain by "
-    "itself, and [where answers are sampled](experiments.md#what-sampled-answers-teach) and [where there "
-    "are many records](experiments.md#where-there-are-many-records) experts guess somewhat more."
+    "What keeps domains from harm here is therefore less that each has an expert than that adapters are "
+    "withheld from domains of which nothing was learned yet. Whoever has experts knows the domains "
+    "apart and does that at once; one adapter needs the same router for it. Beyond these figures, each "
+    "expert can be pinned, taken back, exported or removed with its domain by itself, and [where "
+    "answers are sampled](experiments.md#what-sampled-answers-teach) and [where there are many "
+    "records](experiments.md#where-there-are-many-records) experts guess somewhat more."
 )
 
 
@@ -145,7 +144,8 @@ def verdict(of: Sequence[Entry]) -> str:
         won = "So only with the default no domain did."
     elif default.kind in safe:
         others = listed(f"*{kind}*" for kind in safe if kind != default.kind)
-        won = f"So as safe as the default on these: {others}. {WHY if WITHHELD in others else ''}"
+        helped = any(kind + WITHHELD in safe for kind, found in hurt.items() if found)
+        won = f"So none is harmed on these either with {others}. {WHY if helped else ''}"
     else:
         won = "So the default does not keep its promise here."
     where = f"On the {how_many(len(common), 'pattern')} of traffic that all of these were run on"

@@ -38,7 +38,8 @@ def test_others_that_harm_nobody_either_are_named() -> None:
     runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4])]
     runs += [made_up("steady", name, 0, [0.4, 0.5, 0.6]) for name in (SERVED, GATED)]
     text = told(*runs)
-    assert "So as safe as the default on these: *one wide adapter, with gate* and *one wide" in text
+    assert "So none is harmed on these either with *one wide adapter, with gate* and *one wide" in text
+    assert "What keeps domains from harm" not in text, "it harms nobody where it is not withheld either"
 
 
 def test_a_rival_is_also_told_as_if_it_were_withheld_from_new_domains() -> None:
@@ -60,7 +61,23 @@ def test_a_rival_is_also_told_as_if_it_were_withheld_from_new_domains() -> None:
     rows = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| one")}
     assert rows["| one wide adapter"].startswith("| one wide adapter | 1 | 1 | −")
     assert rows["| one wide adapter, withheld from new domains"].split(" | ")[1:3] == ["1", "0"]
-    assert "So as safe as the default on these: *one wide adapter, withheld from new domains*." in text
+    assert "So none is harmed on these either with *one wide adapter, withheld from new domains*." in text
+    assert "What keeps domains from harm" in text
+
+
+def test_a_domain_is_admitted_when_a_version_is_published_after_its_fourth_record() -> None:
+    come = {"routed": ["a"] * 17 + ["b"] * 23}
+    still = made_up("steady", STATIC, 0, [0.4] * 5, **come) | {"stream": [[10, 4, 2, 1]] * 40}
+    rival = made_up("steady", ONE, 0, [0.4, 0.5, 0.5, 0.6, 0.7], **come) | {"stream": [[10, 6, 2, 1]] * 40}
+    for update, decided in zip(rival["updates"], ("promote", "promote", "keep", "promote"), strict=True):
+        update["shared"] = decided
+    [run] = withheld.runs_of(figures.Runs([still, rival])).of("steady", ONE)
+    guessed = [row[1] for row in run["stream"]]
+    assert guessed[:10] == [4] * 10, "nothing was published yet"
+    assert guessed[10:17] == [6] * 7
+    assert guessed[17:] == [4] * 23, "three records at the second update, and the third was kept"
+    assert run["curve"][3]["counts"][20:] == rival["curve"][0]["counts"][20:]
+    assert run["curve"][4]["counts"] == rival["curve"][4]["counts"]
 
 
 def test_a_domain_that_nobody_registered_is_not_withheld() -> None:

@@ -45,10 +45,17 @@ def test_tokens_that_cost_nothing_add_nothing() -> None:
 def test_of_a_forward_that_hardly_grows_the_steps_are_noise() -> None:
     growth = Growth.through({1: 5.0, 4: 5.0, 5: 5.2, 9: 5.3}, 8)
     assert growth is not None
-    assert growth.is_even(1)
-    assert not stairs().is_even(1)
-    for shape in ((1, 0, 3), (1, 2, 6)):
-        assert RoundCosts(growth=growth).of(*shape) == pytest.approx(RoundCosts().of(*shape))
+    assert growth.table(1).tolist() == pytest.approx([0.06 * n / 8 for n in range(9)])
+    assert stairs().table(1).tolist() == pytest.approx(stairs().more(1, np.arange(9)).tolist())
+    assert RoundCosts(growth=growth).of(1, 0, 4) == pytest.approx(1.03)
+
+
+def test_what_is_flat_on_a_gpu_is_known_to_be_flat_for_any_number_of_rows() -> None:
+    """Flat up to 128 tokens of 32 rows; no round of real requests was timed yet."""
+    growth = Growth.through({n: 5.0 + max(0, n - 128) * 0.02 for n in (1, 5, 9, 32, 64, 96, 160, 256)}, 8)
+    costs = RoundCosts(growth=growth)
+    for rows in (1, 4, 8, 12):
+        assert costs.of(rows, 0, 8) == pytest.approx(1.0, abs=0.05)
 
 
 def test_costs_follow_the_stairs_before_and_after_rounds_are_timed() -> None:
@@ -105,3 +112,11 @@ def test_a_step_is_taken_where_those_after_it_are_free() -> None:
         expected += survival
     assert taken == 5
     assert not budget.another([0.85], [0.85**3], expected, 3, 1, (3, 4)), "by the next step alone"
+
+
+def test_a_step_that_only_rows_at_their_limit_would_gain_by_is_not_taken() -> None:
+    budget = Budget(8, ragged=True)
+    budget.costs = RoundCosts(growth=stairs())
+    asked = ([0.9], [0.9**3], 3.4, 3, 1)
+    assert budget.another(*asked, range(3, 9))
+    assert not budget.another(*asked, [3, 4, 4, 4, 4, 4], [4])

@@ -112,6 +112,13 @@ def test_a_slow_target_is_known_by_one_row_alone(monkeypatch: pytest.MonkeyPatch
     assert growth.tokens.max() == 9
 
 
+def test_part_of_a_curve_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pass over one row is cut off before its longest draft."""
+    one = engine()
+    Timed(one, monkeypatch, lambda _: 0.1)
+    assert growth_of(one, 4) is None
+
+
 def test_no_forward_is_larger_than_memory_should_bear(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
     timed = Timed(one, monkeypatch, lambda _: 0.001)

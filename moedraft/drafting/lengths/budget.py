@@ -8,7 +8,7 @@ drawn, else sampling would not be exact any more.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -199,21 +199,24 @@ class Budget:
         expected: float,
         steps: int,
         rows: int,
-        verified: Sequence[int],
+        verified: Iterable[int],
+        limits: Sequence[int] = (),
     ) -> bool:
         """Whether to take step `steps + 1`, in a batch of `rows`, for some of them.
 
         means: how likely a token not drafted yet is accepted in each of these. survival: the chance that all
         tokens of each so far are accepted. expected: tokens the round emits as it stands, Σ over rows of
         1 + Σ survival. verified: draft tokens verified without that step, with it, with one more …; costs may
-        rise at one step and not at the next ones. Goes on while the gain of some number of further steps,
-        per time, is at least the round's own average.
+        rise at one step and not at the next ones. limits: the most tokens of each of these rows, where they
+        have any. Goes on while the gain of some number of further steps, per time, is at least the round's
+        own average.
         """
-        now, gain, chances = self.costs.of(rows, steps, verified[0]), 0.0, survival
-        for more, tokens in enumerate(verified[1 : 1 + self.longest - steps], start=1):
+        counts, gain, chances = iter(verified), 0.0, survival
+        now = self.costs.of(rows, steps, next(counts))
+        for step, tokens in zip(range(steps + 1, self.longest + 1), counts, strict=False):
             chances = [chance * mean for chance, mean in zip(chances, means, strict=True)]
-            gain += sum(chances)
-            if gain * now >= expected * (self.costs.of(rows, steps + more, tokens) - now):
+            gain += sum(c for i, c in enumerate(chances) if not limits or step <= limits[i])
+            if gain * now >= expected * (self.costs.of(rows, step, tokens) - now):
                 return True
         return False
 
@@ -257,7 +260,8 @@ class StopRule:
             self.expected,
             self.steps,
             len(self.limits),
-            [self._verified(steps) for steps in range(self.steps, self.budget.longest + 1)],
+            (self._verified(steps) for steps in range(self.steps, self.budget.longest + 1)),
+            [self.limits[b] for b in open_rows],
         )
 
     def _take(self, confidences: list[float]) -> None:

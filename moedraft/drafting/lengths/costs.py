@@ -108,16 +108,22 @@ class RoundCosts:
         """`_each` of a single number, from a table: a round asks for a dozen of them."""
         if self.growth is None:
             return verified / rows
-        if rows not in self._tables:
-            self._tables[rows] = self._each(rows, np.arange(rows * self.growth.longest + 1)).tolist()
-        table = self._tables[rows]
+        table = self._table(rows)
         return table[verified] if verified < len(table) else float(self._each(rows, verified))
+
+    def _table(self, rows: int) -> list[float]:
+        if rows not in self._tables and self.growth is not None:
+            self._tables[rows] = (self.growth.table(rows) / PRIOR[2]).tolist()
+        return self._tables[rows]
 
     def _each(self, rows: int, verified: ArrayLike) -> Floats:
         """Verified tokens per row; by growth, as many of the usual price as take as long."""
-        if self.growth is None or self.growth.is_even(rows):
-            return np.asarray(verified, dtype=float) / rows
-        return np.asarray(self.growth.more(rows, verified) / PRIOR[2])
+        asked = np.asarray(verified, dtype=float)
+        if self.growth is None:
+            return asked / rows
+        table = self._table(rows)
+        beyond = np.maximum(asked - (len(table) - 1), 0.0) * (table[-1] / (len(table) - 1))
+        return np.asarray(np.interp(asked, np.arange(len(table)), table) + beyond)
 
     def slopes(self, rows: int) -> Floats:
         """What drafting at all costs, a draft step, and one more verified token per row, in plain rounds.

@@ -48,6 +48,11 @@ class Growth:
         plain = self.at(rows)
         return np.asarray((self.at(rows + np.asarray(verified, dtype=float)) - plain) / plain)
 
-    def is_even(self, rows: int) -> bool:
-        """Whether it hardly grows, so that its steps may be noise."""
-        return bool(self.more(rows, rows * self.longest) < EVEN)
+    def table(self, rows: int) -> Floats:
+        """`more` of 0, 1, 2 … verified tokens, up to the longest drafts of all rows.
+
+        A straight line where the forward hardly grows, so that its steps may be noise.
+        """
+        verified = np.arange(rows * self.longest + 1)
+        found = self.more(rows, verified)
+        return found if found[-1] >= EVEN else found[-1] * verified / verified[-1]
