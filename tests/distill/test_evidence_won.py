@@ -120,3 +120,12 @@ def test_a_page_says_in_which_runs_unsure_records_teach_by_probability() -> None
     text = words.unsure_routing({"steady": [3, 5], "drift": [None]})
     assert "with steady mix (up to 5 requests). In older runs (slow drift)" in text
     assert "in these runs, which are older" in words.unsure_routing({"steady": [None], "drift": []})
+
+
+def test_a_rival_that_harms_nobody_and_is_better_is_said_to_be_ahead() -> None:
+    runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4]), made_up("steady", SERVED, 0, [0.4, 0.5, 0.5])]
+    assert "has not won**: it is behind *one wide adapter* and" in told(
+        *runs, made_up("steady", ONE, 0, [0.4, 0.5, 0.7])
+    )
+    assert "has not won" not in told(*runs, made_up("steady", ONE, 0, [0.4, 0.5, 0.5]))
+    assert "has not won" not in told(*runs, made_up("steady", ONE, 0, [0.4, 0.2, 0.7])), "it harms"
