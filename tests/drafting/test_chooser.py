@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -107,7 +107,8 @@ class Planned(Budget):
         expected: float,
         steps: int,
         rows: int,
-        verified: tuple[int, int],
+        verified: Iterable[int],
+        limits: Iterable[int] = (),
     ) -> bool:
         self.continued += 1
         return steps < self.steps
