@@ -65,13 +65,13 @@ def calibrate(
 def growth_of(engine: Engine, rows: int) -> Growth | None:
     """How the target's forward grows: of one row for each draft length, and of `rows` for some.
 
-    None where nothing is drafted by costs, where the context has no room for it, or where forwards take too
-    long for some to be timed twice. A fault is logged and leaves it unknown.
+    None where lengths are fixed, where the context has no room for it, or where forwards take too long for
+    those of one row to be timed twice. A fault is logged and leaves it unknown.
     """
     longest = engine.chooser.budget.longest if engine.chooser.limits.adaptive else 0
     if not longest or engine.max_model_len < TOKENS + longest + 1:
         return None
-    widths = [width for width in range(1, longest + 2) if width <= MOST_TOKENS]
+    widths = range(1, longest + 2)
     some = [width for width in widths if width in (*WIDTHS, longest + 1) and rows * width <= MOST_TOKENS]
     times: dict[int, list[float]] = {}
     try:

@@ -47,7 +47,7 @@ class RoundCosts:
         self.usual, self.growth = dict(usual or {}), growth
         self.samples: dict[int, dict[Shape, deque[float]]] = {}
         self._slopes: dict[int, Floats] = {}
-        self._tables: dict[int, list[float]] = {}  # by rows, `_each` of 0, 1, 2 … verified tokens
+        self._tables: dict[int, list[float]] = {}  # by rows, see `_table`
         self._rounds: dict[int, int] = {}  # by rows
         self._seen: dict[tuple[int, Shape], int] = {}  # the last round of a shape
 
@@ -108,12 +108,13 @@ class RoundCosts:
         """`_each` of a single number, from a table: a round asks for a dozen of them."""
         if self.growth is None:
             return verified / rows
-        table = self._table(rows)
+        table = self._table(self.growth, rows)
         return table[verified] if verified < len(table) else float(self._each(rows, verified))
 
-    def _table(self, rows: int) -> list[float]:
-        if rows not in self._tables and self.growth is not None:
-            self._tables[rows] = (self.growth.table(rows) / PRIOR[2]).tolist()
+    def _table(self, growth: Growth, rows: int) -> list[float]:
+        """`_each` of 0, 1, 2 … verified tokens, up to the longest drafts of all rows."""
+        if rows not in self._tables:
+            self._tables[rows] = (growth.table(rows) / PRIOR[2]).tolist()
         return self._tables[rows]
 
     def _each(self, rows: int, verified: ArrayLike) -> Floats:
@@ -121,7 +122,7 @@ class RoundCosts:
         asked = np.asarray(verified, dtype=float)
         if self.growth is None:
             return asked / rows
-        table = self._table(rows)
+        table = self._table(self.growth, rows)
         beyond = np.maximum(asked - (len(table) - 1), 0.0) * (table[-1] / (len(table) - 1))
         return np.asarray(np.interp(asked, np.arange(len(table)), table) + beyond)
 
