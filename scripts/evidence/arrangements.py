@@ -69,6 +69,7 @@ class Arrangement:
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
     restarted: bool = False  # whether the trainer is started again after each update
     resumed: bool = False  # and then has what the one before it had in memory; else that is lost
+    withheld: bool = False  # whether one adapter is kept from domains of which nothing was learned yet
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
@@ -81,6 +82,7 @@ EQUAL_STEPS = 13
 SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
 ONE_WIDE, ONE_WIDE_GATED = "mixed-replay:wide", "mixed-replay+gate:wide"
+WITHHELD, WITHHELD_GATED = f"{ONE_WIDE}:withheld", f"{ONE_WIDE_GATED}:withheld"
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 SERVED_EQUAL_COST = "joint+gate:wide:equal-cost"
 _ALL = (
@@ -170,7 +172,16 @@ TAUGHT: dict[str, dict[Data, str]] = {
         for kind in ("rkl", "jsd")
     },
 }
-ARRANGEMENTS = {one.name: one for one in _ALL}
+_RUN = {one.name: one for one in _ALL}
+ARRANGEMENTS = _RUN | {
+    name: replace(
+        _RUN[rival],
+        name=name,
+        title=_RUN[rival].title.replace(", further", ", withheld from new domains, further"),
+        withheld=True,
+    )
+    for rival, name in ((ONE_WIDE, WITHHELD), (ONE_WIDE_GATED, WITHHELD_GATED))
+}
 MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
 ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
 ONLINE_GATED = tuple(f"{name}+gate" for name in ONLINE)  # the same with the gate that the default has

@@ -19,6 +19,8 @@ from evidence.arrangements import (
     SERVED_EQUAL_COST,
     STATIC,
     TAUGHT,
+    WITHHELD,
+    WITHHELD_GATED,
 )
 from evidence.arrangements import FURTHER as MORE
 from evidence.streams import ONLY, ORDERS, POISONED
@@ -31,6 +33,7 @@ INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
 FURTHER_EQUAL_COST = (STATIC, ONE_WIDE, SERVED, SERVED_EQUAL_COST)
 AS_SERVED = (STATIC, ONE_WIDE, ONE_WIDE_GATED, SERVED)
+AT_RISK = (STATIC, JOINT, GATED, WITHHELD, WITHHELD_GATED, SERVED)  # where traffic is poisoned
 FURTHER_ON = ("steady", "reworded", "drift", "new-domain")
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
@@ -47,7 +50,13 @@ PARTS: dict[str, list[Job]] = {
         if pattern not in POISONED
         for name in (STATIC, *ONLINE_GATED, GATED)
     ],
-    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, ONE_WIDE, SERVED)],
+    "withheld": [
+        (pattern, name)
+        for pattern in ORDERS
+        for name in (STATIC, WITHHELD, WITHHELD_GATED, SERVED)
+        if pattern not in POISONED
+    ],
+    "poison": [(pattern, name) for pattern in POISONED for name in AT_RISK],
     "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],
     "interval": [("steady", name) for name in INTERVALS],
     "lean": [("steady", name) for name in (STATIC, JOINT, *LEAN)],

@@ -100,9 +100,7 @@ class Run:
         given = replace(usual, **arrangement.plan)
         shared = plan.rank * arrangement.shared
         rank = shared + plan.rank if arrangement.alone else plan.rank
-        if (
-            arrangement.alone
-        ):  # in a line of separate experts the shared adapter stays zero, as small as can be
+        if arrangement.alone:  # among separate experts the shared adapter stays zero, as small as can be
             shared = 1 if arrangement.experts else rank
         ends, lessons = bench.target.eos_token_ids, bench.lessons(rank, shared)
         self.trainer = kind(lessons, store, given, ends, bench.further)
@@ -111,9 +109,10 @@ class Run:
         self.trainer.seed = 1000 * seed
         self.measure = JointMeasure(self.trainer, DEPTH)
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
-        # One adapter for everybody has no domain that could be left to the base alone.
-        aside = isinstance(bench.draft, FeatureDraft) and arrangement.experts
-        judge = Judge(self.measure, store, base_serves=aside) if arrangement.gate else None
+        # One adapter for everybody leaves no domain to the base alone, unless it is said to.
+        aside = isinstance(bench.draft, FeatureDraft) and (arrangement.experts or arrangement.withheld)
+        self.judge = Judge(self.measure, store, base_serves=aside)
+        judge = self.judge if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
         self.memory = TrainerMemory(store.home.path, store.registry)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
@@ -121,7 +120,7 @@ class Run:
     def owner(self, served: Served) -> str:
         """Whose expert drafts."""
         if not self.arrangement.experts:
-            return SHARED
+            return served.routed if served.routed in self.store.registry.unadapted() else SHARED
         return served.record.domain if self.arrangement.true_labels else served.routed
 
     def feed(self, served: Sequence[Served]) -> None:
@@ -144,6 +143,8 @@ class Run:
         self.loop.run_once(SHARED)
         if self.loop.failures:
             raise RuntimeError(f"{self.arrangement.name}: {self.loop.state.reason}")
+        if self.arrangement.withheld and not self.arrangement.gate:
+            self.store.registry.set_unadapted(self.judge.untaught())
         if self.arrangement.restarted:
             self._restart()
         return {

@@ -26,7 +26,11 @@ running, streams, prompts, answers = (
 )
 arrangements, figures = (load_script(f"evidence.{name}") for name in ("arrangements", "figures"))
 list_of, further = load_script("evidence.tokens").list_of, load_script("evidence.further")
+withheld = load_script("evidence.withheld")
 ARRANGEMENTS = arrangements.ARRANGEMENTS
+ONE_WIDE, ONE_WIDE_GATED, WITHHELD, WITHHELD_GATED = (
+    getattr(arrangements, name) for name in ("ONE_WIDE", "ONE_WIDE_GATED", "WITHHELD", "WITHHELD_GATED")
+)
 
 NAMES = ("code", "law", "prose")
 PLAN = running.Plan(every=6, steps=2, rows=4, rank=2, measured=2, beforehand=2)
@@ -145,6 +149,7 @@ VARIANTS = (
     "latest-window+gate",
     "separate+gate",
     "turns+gate",
+    "mixed-replay:wide:withheld",  # see the test of what is computed of it
     # What these do is done by others too: more updates, a wide shared adapter, another number of steps.
     "joint:further",
     "joint+gate:further",
@@ -177,6 +182,7 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
         "joint:further": 12,
         "mixed-replay:wide": 12,
         "joint:wide": 12,
+        "mixed-replay:wide:withheld": 12,
     }
     for update in found["updates"]:
         counted = Counter(one["decision"] for one in update["outcomes"])
@@ -380,6 +386,25 @@ def test_where_traffic_turns_it_is_measured_before_and_after_what_comes_is_learn
     assert [point["requests"] for point in run(bench, "shift", "static")["curve"]] == [0, 24]
     assert [point["requests"] for point in blocks["curve"]] == [0, 8, 12, 16, 18, 24]
     assert figures.forgotten([blocks]) is not None
+
+
+def test_what_is_computed_of_one_adapter_withheld_from_new_domains_is_what_its_run_finds(bench: Any) -> None:
+    still, usual, found = (run(bench, "one-by-one", name) for name in ("static", ONE_WIDE, WITHHELD))
+    [computed] = withheld.runs_of(figures.Runs([still, usual])).of("one-by-one", ONE_WIDE)
+    assert computed["stream"] == found["stream"] != usual["stream"]
+    assert [point["counts"] for point in computed["curve"]] == [point["counts"] for point in found["curve"]]
+
+
+@pytest.mark.parametrize(("name", "aside"), [(ONE_WIDE_GATED, False), (WITHHELD_GATED, True)])
+def test_the_gate_can_withhold_one_adapter_from_a_domain(bench: Any, name: str, aside: bool) -> None:
+    record = bench.answers.records([prompts.Query("law", "law served 1")])[0]
+    with running.new_home(NAMES) as store:
+        one = running.Run(bench, ARRANGEMENTS[name], store, 0)
+        assert one.loop.judge.base_serves is aside
+        assert one.owner(running.Served(record, "law")) == SHARED, "one adapter serves every domain"
+        store.registry.set_unadapted(one.loop.judge.untaught())
+        assert one.owner(running.Served(record, "law")) == ("law" if aside else SHARED)
+        assert not any(one.serving("law").values())
 
 
 def test_a_run_repeats_itself(bench: Any, blocks: dict[str, Any]) -> None:
