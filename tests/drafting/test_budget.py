@@ -227,6 +227,24 @@ def test_a_slow_moment_of_the_machine_is_made_good_by_the_next_trial() -> None:
     assert sum(drafts[120 + Budget.EXPLORE + 20 : 700]) > 400
 
 
+def test_plain_rounds_of_a_slow_machine_count_no_longer_than_until_the_next_comparison() -> None:
+    """Drafting takes 1.8 times as long and brings half a token. Plain rounds took three times as long once.
+
+    Drafting is taken up when the machine has become fast again, since it looks cheap beside those, and given
+    up when the plain rounds of one comparison have shown that it is not.
+    """
+    budget, drafts = Budget(8), list[bool]()
+    budget._compare[1] = Budget.COMPARE  # as after many comparisons
+    for _ in range(20):
+        budget.observe(1, 0, 0, 1, 15.0)
+    for _ in range(400):
+        model = budget.plan({0: 0.5}, {}, 1).model
+        budget.observe(1, int(model), int(model), 1 + model, 9.0 if model else 5.0)
+        drafts.append(model)
+    assert sum(drafts[: Budget.COMPARE]) == Budget.COMPARE
+    assert sum(drafts[Budget.COMPARE + Budget.TRIES :]) < 10
+
+
 def test_one_batch_may_mix_rows_that_draft_with_rows_that_do_not() -> None:
     budget = Budget(8)
     plain_first(budget, 0.0, 0.2, 0.0, rows=8)

@@ -18,6 +18,7 @@ PLAIN: Shape = (0, 0.0)
 KEPT = 9
 REFIT_EVERY = 8
 FORGOTTEN = 400  # rounds of as many rows after which a shape's times are too old
+AWAY, LAST = 8, 2  # after so many rounds without a plain one, so many of those before count beside new ones
 PAUSE = 64  # such rounds without the draft model after which what was timed of it counts for little
 # In plain rounds: that the model drafts at all, each of its steps, each token verified per row. As measured
 # with the embedded pair; a GPU has less of the last. Weighs as much as PRIOR_WEIGHT well-known shapes.
@@ -56,9 +57,11 @@ class RoundCosts:
         shape = shape_of(rows, steps, verified)
         shapes = self.samples.setdefault(rows, {})
         now = self._rounds[rows] = self._rounds.get(rows, 0) + 1
+        new = shape not in shapes
         if steps:
             self._resume(rows, now)
-        new = shape not in shapes
+        elif shape == PLAIN and not new and now - self._seen[rows, PLAIN] > AWAY:
+            shapes[PLAIN], new = deque([*shapes[PLAIN]][-LAST:], KEPT), True  # the machine may be faster now
         shapes.setdefault(shape, deque(maxlen=KEPT)).append(ms)
         self._seen[rows, shape] = now
         if new or now % REFIT_EVERY == 0:
