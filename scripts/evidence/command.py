@@ -24,7 +24,7 @@ from evidence.further import KeptFurther
 from evidence.parts import PARTS, QUICK
 from evidence.prompts import Domain, Query, load_domain, reworded
 from evidence.running import AtEnd, Bench, Plan, Served, run
-from evidence.streams import ONLY, Traffic, traffic
+from evidence.streams import FAMILIAR, ONLY, TRAINED_ON, Traffic, traffic
 from moedraft.config import Settings, load_settings
 from moedraft.distill.assembly import WHOLE
 from moedraft.distill.features.expert_vocabularies import OWN_TOKENS
@@ -162,8 +162,8 @@ class Workplace:
         return words | marks | found
 
     def domains_of(self, pattern: str) -> list[Domain]:
-        """Those of the settings; and one that stands alone in a pattern, if it is none of them."""
-        only = pattern.removeprefix(ONLY)
+        """Those of the settings; and one more that the pattern is of, or has, if it is none of them."""
+        only = TRAINED_ON if pattern == FAMILIAR else pattern.removeprefix(ONLY)
         more = [] if only == pattern or only in self.args.domains.split(",") else [only]
         return [*self.domains, *(load_domain(self.args.data, name, self.args.heldout) for name in more)]
 

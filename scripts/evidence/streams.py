@@ -83,6 +83,7 @@ POISONED = (NOISE, LABELS, FLOOD)
 POISONER = "poisoner"  # the client that every third request of these patterns comes from
 
 CROSSED = "crossed"
+FAMILIAR, TRAINED_ON = "familiar", "general_en"  # one more domain, which the shipped drafter was trained on
 
 ORDERS: Mapping[str, Order] = {
     "steady": steady,
@@ -94,6 +95,7 @@ ORDERS: Mapping[str, Order] = {
     "unregistered": steady,
     "reworded": steady,
     CROSSED: steady,
+    FAMILIAR: steady,
     **dict.fromkeys(POISONED, steady),
 }
 TITLES = {
@@ -105,6 +107,7 @@ TITLES = {
     "drift": "slow drift",
     "unregistered": "a domain that nobody registered",
     "reworded": "reworded prompts",
+    FAMILIAR: "steady mix with a domain that the drafter was trained on",
     CROSSED: "prompts whose second half is of another domain",
     NOISE: "a client that sends random letters under the name of any domain",
     LABELS: "a client that sends each prompt under the name of another domain",
