@@ -50,7 +50,7 @@ def test_names_that_are_never_run_together_are_refused() -> None:
     assert refused(*named, "static,turns") == (
         "evidence.py: none of the patterns that are named is run with the arrangement turns; the chosen "
         "parts have it with steady, one-by-one, new-domain, shift, zipf, drift, unregistered, reworded, "
-        "crossed."
+        "crossed, familiar."
     )
     assert choosing.chosen(named[1].split(","), ["poison-noise"], ["static"]) == [("poison-noise", "static")]
 
