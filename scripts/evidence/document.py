@@ -17,6 +17,7 @@ from evidence.arrangements import (
     JOINT,
     ONLINE,
     ONLINE_GATED,
+    SERVED,
     STATIC,
     TABLED,
 )
@@ -24,6 +25,7 @@ from evidence.figures import Runs
 from evidence.parts import PARTS
 from evidence.streams import ONLY, POISONED, heading_of, title_of
 from evidence.summary import summary
+from evidence.withheld import RUNS
 from evidence.words import (
     COMMANDS,
     DASH,
@@ -274,7 +276,7 @@ def row(of: Whole, name: str) -> list[str]:
 
 def by_domain(of: Whole) -> str:
     """By domain, what was gained on static."""
-    learners = (*TABLED, *FURTHER)
+    learners = (*TABLED, *FURTHER[:-1], *RUNS, SERVED)
     names = [name for name in learners if name in of and name != STATIC and of[name]["gain"] is not None]
     if not names:
         return ""

@@ -78,7 +78,8 @@ def _withheld(runs: Runs) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pattern, name in changed.by_name:
         if name in withheld.RIVALS:
-            found.setdefault(pattern, {})[name] = of_runs(changed, pattern, name)
+            run = {"run": withheld.how_many_run(runs, pattern, name)}
+            found.setdefault(pattern, {})[name] = of_runs(changed, pattern, name) | run
     return found
 
 

@@ -1,11 +1,12 @@
-"""One adapter for all domains, withheld from those of which it has learned nothing yet: computed, not run.
+"""One adapter for all domains, withheld from those of which it has learned nothing yet: computed, or as run.
 
 The default leaves a domain to the draft base alone until a version was published when the domain had `TAUGHT`
 records. An adapter for all domains can be withheld so as well, by a router. What it learns does not depend on
 whom it serves, so the runs without that tell what it would have served: until then what it guessed before any
-update, which is the draft base, later its own. Two things are not known: what its gate, where it has one,
-would have said of such a domain's first records, and to whom the router would have sent held-out prompts.
-These are told by their true domain; a router takes one of some hundred for another.
+update, which is the draft base, later its own. Two things are not known so: what its gate, where it has one,
+would have said of domains that can be left to the base, and to whom the router would have sent held-out
+prompts. These are told by their true domain; a router takes one of some hundred for another. Where it was
+run (`WITHHELD`, `WITHHELD_GATED`), the run counts.
 """
 
 from __future__ import annotations
@@ -13,25 +14,44 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from evidence.arrangements import ONE_WIDE, ONE_WIDE_GATED, STATIC
+from evidence.arrangements import ONE_WIDE, ONE_WIDE_GATED, STATIC, WITHHELD, WITHHELD_GATED
 from evidence.figures import Found, Runs
 from moedraft.core import SHARED
 from moedraft.distill.judging.judge import TAUGHT
 
-RIVALS = (ONE_WIDE, ONE_WIDE_GATED)
+RUNS = {WITHHELD: ONE_WIDE, WITHHELD_GATED: ONE_WIDE_GATED}  # such as were run, and of whom they are
+RIVALS = tuple(RUNS.values())
 SERVES = ("publish", "promote", "along")  # decisions on the shared adapter after which a version serves
 
 
 def runs_of(runs: Runs) -> Runs:
-    """All runs; those of the rivals as if they were withheld so. Without a static run they are left out."""
+    """All runs; in the place of each rival's, as they are named, those where it is withheld so.
+
+    Without a static run, and without one of its own, a rival's run is left out.
+    """
     found: list[Found] = []
+    done = {
+        (pattern, RUNS[name], seed)
+        for (pattern, name), by_seed in runs.by_name.items()
+        for seed in by_seed
+        if name in RUNS
+    }
     for (pattern, name), by_seed in runs.by_name.items():
         for seed, run in by_seed.items():
-            if name not in RIVALS:
+            if name in RUNS:
+                found.append({**run, "arrangement": RUNS[name]})
+            elif name not in RIVALS:
                 found.append(run)
+            elif (pattern, name, seed) in done:
+                continue
             elif still := runs.by_name.get((pattern, STATIC), {}).get(seed):
                 found.append(_withheld(run, still))
     return Runs(found)
+
+
+def how_many_run(runs: Runs, pattern: str, rival: str) -> int:
+    """Of this rival's runs where it is withheld so, how many were run and not computed."""
+    return sum(len(runs.by_name.get((pattern, name), {})) for name, other in RUNS.items() if other == rival)
 
 
 def _withheld(run: Found, still: Found) -> dict[str, Any]:

@@ -89,6 +89,23 @@ def test_a_domain_that_nobody_registered_is_not_withheld() -> None:
     assert run["stream"] == rival["stream"]
 
 
+def test_where_one_adapter_was_run_withheld_the_run_counts() -> None:
+    runs = [made_up("steady", STATIC, seed, [0.4, 0.4]) for seed in (0, 1)]
+    runs += [made_up("steady", SERVED, seed, [0.4, 0.6]) for seed in (0, 1)]
+    runs += [made_up("steady", ONE, seed, [0.4, 0.6]) for seed in (0, 1)]
+    done = made_up("steady", arrangements.WITHHELD, 1, [0.4, 0.9])
+    found = figures.Runs([*runs, done])
+    first, second = withheld.runs_of(found).of("steady", ONE)
+    assert first["curve"][1]["counts"] == runs[4]["curve"][1]["counts"]
+    assert second["curve"] == done["curve"]
+    whole = summary.summary(found)
+    assert whole["withheld"]["steady"][ONE]["run"] == 1
+    assert whole["withheld"]["steady"][ONE]["seeds"] == 2
+    assert arrangements.WITHHELD in whole["patterns"]["steady"]
+    alone = figures.Runs([*runs[:4], made_up("steady", arrangements.WITHHELD_GATED, 0, [0.4, 0.6])])
+    assert "one wide adapter, with gate, withheld" in won.part(summary.summary(alone))
+
+
 def test_without_a_static_run_nothing_is_computed() -> None:
     assert not withheld.runs_of(figures.Runs([made_up("steady", ONE, 0, [0.4, 0.6])])).by_name
 
