@@ -54,7 +54,7 @@ class Standing:
     """A fake server without work, from which the gauges are read."""
 
     system = SimpleNamespace(
-        store=SimpleNamespace(updates=SimpleNamespace(count=lambda: 0, decisions=lambda *_: {}))
+        store=SimpleNamespace(updates=SimpleNamespace(count=lambda: 0, decisions=lambda *_: {}, recent=list))
     )
 
     def snapshot(self) -> Snapshot:

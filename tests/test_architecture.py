@@ -60,7 +60,7 @@ ROOMS = {
     "serve/auth": (5, 450),
     "serve/dashboard": (15, 2450),
     "serve/http": (20, 2250),
-    "serve/metrics": (3, 190),
+    "serve/metrics": (3, 206),
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
     "showcase": (9, 1060),

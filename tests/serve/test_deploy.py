@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 from dashboard_fakes import FakeSupervisor, FakeWorker
 from sqlalchemy import delete
 
@@ -30,7 +31,7 @@ def board() -> dict[str, Any]:
 
 def offered() -> set[str]:
     """Every series that a scrape can hold."""
-    log = SimpleNamespace(count=lambda: 0, decisions=lambda *_: {})
+    log = SimpleNamespace(count=lambda: 0, decisions=lambda *_: {}, recent=list)
     worker: Any = FakeWorker()
     worker.system = SimpleNamespace(store=SimpleNamespace(updates=log))
     metrics = PrometheusMetrics("mini", worker, cast(Any, FakeSupervisor()))
@@ -59,6 +60,22 @@ def test_decisions_are_counted_whoever_learns(store: Store) -> None:
         connection.execute(delete(updates).where(updates.c.decision == "withdraw"))  # as the log's bound does
     update("promote")
     assert (counted(metrics)["withdraw"], counted(metrics)["promote"]) == (2, 2), "a counter never falls"
+
+
+def test_a_scrape_has_what_the_newest_candidate_of_each_expert_gains(store: Store) -> None:
+    kept = UpdateRecord("code", 1, 1, 1, 1.0, 1.0, None, None, decision="keep")
+    for gain, low in ((0.1, -0.1), (0.2, None)):
+        store.updates.add(replace(kept, gain=gain, gain_low=low, gain_high=0.3))
+    store.updates.add(kept)  # one on which no gate decided
+    store.updates.add(replace(kept, expert="law"))
+    worker: Any = FakeWorker()
+    worker.system = SimpleNamespace(store=store)
+    metrics = PrometheusMetrics("mini", worker, None)
+    [found] = [one for one in metrics.registry.collect() if one.name == "moedraft_gate_gain_tokens"]
+    assert {(s.labels["expert"], s.labels["bound"]): s.value for s in found.samples} == {
+        ("code", "estimate"): 0.2,
+        ("code", "high"): 0.3,
+    }
 
 
 def test_a_home_that_fails_for_a_moment_loses_no_decision() -> None:
@@ -117,6 +134,17 @@ def test_the_board_is_one_that_grafana_takes(board: dict[str, Any]) -> None:
         taken |= cells
         assert panel["datasource"]["uid"] == "${datasource}"
         assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
+
+
+def test_alerts_ask_for_what_there_is() -> None:
+    [group] = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    rules = {rule["alert"]: rule for rule in group["rules"]}
+    assert len(rules) == len(group["rules"]) > 4
+    for rule in rules.values():
+        assert set(SERIES.findall(rule["expr"])) <= offered(), rule
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        assert rule["annotations"]["summary"].endswith(".")
+        assert rule["labels"]["severity"] in ("critical", "warning")
 
 
 def test_prometheus_scrapes_the_metrics_path() -> None:

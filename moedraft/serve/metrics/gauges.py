@@ -9,7 +9,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moedraft.core import GateDecision, StorageError
+from moedraft.core import GateDecision, StorageError, UpdateRecord
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.updates import Decided
@@ -43,6 +43,7 @@ class Gauges(Collector):
             yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
         with suppress(StorageError):  # whoever learns for this home, another process perhaps
             yield self._decisions()
+            yield self._gains()
 
     def _decisions(self) -> Metric:
         counts = self._decided.counts()
@@ -51,6 +52,20 @@ class Gauges(Collector):
         for decision in get_args(GateDecision):
             family.add_metric([self._model_name, decision], counts.get(decision, 0))
         return family
+
+    def _gains(self) -> Metric:
+        """Of the newest candidate of each expert; those that were not judged lately have none."""
+        text = "Tokens per step that the newest candidate gains on held-out records, and within which bounds"
+        labels = ["model_name", "expert", "bound"]
+        family = GaugeMetricFamily("moedraft_gate_gain_tokens", f"{text}.", labels=labels)
+        for name, one in self._judged().items():
+            for bound, value in (("estimate", one.gain), ("low", one.gain_low), ("high", one.gain_high)):
+                if value is not None:
+                    family.add_metric([self._model_name, name, bound], value)
+        return family
+
+    def _judged(self) -> dict[str, UpdateRecord]:
+        return {one.expert: one for one in self._worker.system.store.updates.recent() if one.gain is not None}
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"moedraft_{name}", f"{text}.", labels=["model_name"])
