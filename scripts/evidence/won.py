@@ -16,6 +16,7 @@ from moedraft.distill.judging.judge import TAUGHT
 Whole = dict[str, Any]
 COMPARED = (ONE_WIDE, ONE_WIDE_GATED, SERVED)
 WITHHELD = ", withheld from new domains"
+LIKE_ALL = ", further updates"  # of the titles, as all of these make them
 HEAD = (
     "arrangement",
     "patterns of traffic",
@@ -35,10 +36,10 @@ ABOUT = (
     "corrected for how many there are. What a rival has beside the default: on how many patterns it is "
     "surely better, level as far as can be told, and surely worse. The default leaves domains with "
     f"fewer than {TAUGHT} records to the draft base alone. *Withheld from new domains*: one adapter that "
-    "would be withheld likewise. That was not run: it is computed from the runs without it, since what "
-    "an adapter learns does not depend on whom it serves. What its gate would have said of a domain's "
-    "first records is not known, and held-out prompts count by their true domain where a router takes a "
-    "few for another."
+    "is withheld likewise. Where that was not run, it is computed from the runs without it, since what an "
+    "adapter learns does not depend on whom it serves; then what its gate, where it has one, would have said "
+    "of leaving a domain to the base is not known, and held-out prompts count by their true domain, where a "
+    "router takes a few for another."
 )
 
 
@@ -54,7 +55,7 @@ def entries(whole: Whole) -> list[Entry]:
     """The rivals, each as it was run and withheld from new domains, and the default, which comes last."""
     sources = {"": whole["patterns"], WITHHELD: whole.get("withheld", {})}
     found = [
-        Entry(ARRANGEMENTS[name].title.removesuffix(", further updates") + more, _patterns(source, name))
+        Entry(ARRANGEMENTS[name].title.removesuffix(LIKE_ALL) + more, _patterns(source, name))
         for name in COMPARED
         for more, source in sources.items()
     ]
@@ -85,7 +86,20 @@ def part(whole: Whole) -> str:
     if len(of) < 2 or not _patterns(whole["patterns"], SERVED):
         return ""
     rows = [_row(one, is_default=one is of[-1]) for one in of]
-    return f"{ABOUT}\n\n{table(HEAD, rows)}\n\n{verdict(of)}"
+    about = f"{ABOUT} {_run(whole)}".rstrip()
+    return f"{about}\n\n{table(HEAD, rows)}\n\n{verdict(of)}"
+
+
+def _run(whole: Whole) -> str:
+    """With which traffic the rivals were run withheld from new domains, and with how many of the seeds."""
+    said: dict[str, list[str]] = {}
+    for pattern, of in whole.get("withheld", {}).items():
+        for name, one in of.items():
+            if one["run"] and pattern not in POISONED:
+                counted = f"{title_of(pattern)} ({one['run']} of {how_many(one['seeds'], 'seed')})"
+                said.setdefault(ARRANGEMENTS[name].title.removesuffix(LIKE_ALL), []).append(counted)
+    found = "; ".join(f"*{title}* with {listed(patterns)}" for title, patterns in said.items())
+    return f"So it was run: {found}." if found else "So nothing was run."
 
 
 def told(whole: Whole) -> str:
