@@ -16,6 +16,8 @@ from evidence.arrangements import (
     ONE_WIDE_GATED,
     SERVED,
     STATIC,
+    WITHHELD,
+    WITHHELD_GATED,
 )
 from evidence.figures import Compared, Found, Rows, Runs, compared_in_json, first_guesses, in_json
 from evidence.streams import ONLY, POISONED, title_of
@@ -23,11 +25,12 @@ from evidence.words import DASH, difference, number, table
 from moedraft.showcase.findings.estimates import change, ratio
 
 UNGATED = "joint:wide"
-SHOWN = (STATIC, ONE_ADAPTER, ONE_GATED, GATED, ONE_WIDE, ONE_WIDE_GATED, UNGATED, SERVED)
+RIVALS = (ONE_WIDE, ONE_WIDE_GATED, WITHHELD, WITHHELD_GATED, UNGATED)  # of the default
+SHOWN = (STATIC, ONE_ADAPTER, ONE_GATED, GATED, *RIVALS, SERVED)
 # What a row is compared with.
 DEFAULT = {
     **dict.fromkeys((ONE_ADAPTER, ONE_GATED), GATED),
-    **dict.fromkeys((ONE_WIDE, ONE_WIDE_GATED, UNGATED), SERVED),
+    **dict.fromkeys(RIVALS, SERVED),
 }
 ABOUT = (
     "## On the requests as they came\n\nThe figures above are of held-out prompts of all domains, also of "

@@ -7,6 +7,7 @@ from typing import Any
 
 from evidence.arrangements import ARRANGEMENTS, FURTHER, SERVED, STATIC, TABLED, TAUGHT
 from evidence.streams import ONLY, ORDERS, POISONED, title_of
+from evidence.withheld import RUNS
 from evidence.words import listed
 
 Whole = dict[str, Any]
@@ -18,8 +19,8 @@ NO_LEARNERS = (
 WITH_GATE = (
     "Arrangements that others stand for publish every update, as these systems do. Those that learn "
     "online were run with the gate as well where a row says so, with one update for each window, and one "
-    "wide adapter with further ones. One adapter was not withheld from domains of which nothing was "
-    "learned yet; [what that would give](evidence-served.md#what-decides-who-the-default-is) is computed. "
+    "wide adapter with further ones. Where one adapter was not run withheld from domains of which nothing "
+    "was learned yet, [what it would give](evidence-served.md#what-decides-who-the-default-is) is computed. "
     "One adapter on the latest window, separate experts, and shared and experts in turns were not run "
     "with the gate: without it they are below joint learning on most traffic, and a gate publishes less, "
     "not better. On [evidence-served](evidence-served.md) one wide adapter with the gate was run at a "
@@ -71,7 +72,7 @@ def holes(whole: Whole) -> list[str]:
     """Arrangements that were run with some of the traffic here, but not with all of it."""
     run = [name for name in ORDERS if name in whole["patterns"] and name not in POISONED]
     titles: dict[str, list[str]] = {}  # by where they were run
-    for name in dict.fromkeys((*TABLED, *FURTHER)):
+    for name in dict.fromkeys((*TABLED, *FURTHER, *RUNS)):
         there = [pattern for pattern in run if name in whole["patterns"][pattern]]
         if name != SERVED and 0 < len(there) < len(run):  # of that one see `served`
             titles.setdefault(_where(there, run), []).append(ARRANGEMENTS[name].title)

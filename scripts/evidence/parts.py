@@ -23,7 +23,7 @@ from evidence.arrangements import (
     WITHHELD_GATED,
 )
 from evidence.arrangements import FURTHER as MORE
-from evidence.streams import ONLY, ORDERS, POISONED
+from evidence.streams import FAMILIAR, ONLY, ORDERS, POISONED
 
 QUICK = {"requests": 128, "heldout": 12, "seeds": 1, "resampled": 0}  # further answers take as long again
 PAPER = ("sql_en", "math_en", "code_python", "general_en")  # its Spider, GSM8K, CodeSearchNet and Alpaca
@@ -33,36 +33,29 @@ INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
 FURTHER_EQUAL_COST = (STATIC, ONE_WIDE, SERVED, SERVED_EQUAL_COST)
 AS_SERVED = (STATIC, ONE_WIDE, ONE_WIDE_GATED, SERVED)
-AT_RISK = (STATIC, JOINT, GATED, WITHHELD, WITHHELD_GATED, SERVED)  # where traffic is poisoned
+OWN = [pattern for pattern in ORDERS if pattern not in POISONED]
+USUAL = [pattern for pattern in OWN if pattern != FAMILIAR]
 FURTHER_ON = ("steady", "reworded", "drift", "new-domain")
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
-    "main": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in MAIN],
+    "main": [(pattern, name) for pattern in USUAL for name in MAIN],
     "served": [
-        *((pattern, name) for pattern in ORDERS if pattern not in POISONED for name in AS_SERVED),
+        *((pattern, name) for pattern in OWN for name in AS_SERVED),
         ("new-domain", "offline"),
     ],
-    "gated": [
-        (pattern, name)
-        for pattern in ORDERS
-        if pattern not in POISONED
-        for name in (STATIC, *ONLINE_GATED, GATED)
-    ],
+    "gated": [(pattern, name) for pattern in USUAL for name in (STATIC, *ONLINE_GATED, GATED)],
     "withheld": [
-        (pattern, name)
-        for pattern in ORDERS
-        for name in (STATIC, WITHHELD, WITHHELD_GATED, SERVED)
-        if pattern not in POISONED
+        (pattern, name) for pattern in ORDERS for name in (STATIC, WITHHELD, WITHHELD_GATED, SERVED)
     ],
-    "poison": [(pattern, name) for pattern in POISONED for name in AT_RISK],
+    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, ONE_WIDE, SERVED)],
     "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],
     "interval": [("steady", name) for name in INTERVALS],
     "lean": [("steady", name) for name in (STATIC, JOINT, *LEAN)],
     "data": [("steady", name) for name in DATA],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
-    "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
+    "further": [(pattern, name) for pattern in USUAL for name in FURTHER],
     "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED, RESUMED)],
     "equal-cost": [
         *(("steady", name) for name in (STATIC, ONE_ADAPTER, JOINT, EQUAL_COST)),

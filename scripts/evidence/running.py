@@ -111,6 +111,8 @@ class Run:
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
         # One adapter for everybody leaves no domain to the base alone, unless it is said to.
         aside = isinstance(bench.draft, FeatureDraft) and (arrangement.experts or arrangement.withheld)
+        if arrangement.withheld and not aside:
+            raise ValueError("Only a feature drafter's base can serve single domains by itself.")
         self.judge = Judge(self.measure, store, base_serves=aside)
         judge = self.judge if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)

@@ -33,10 +33,8 @@ Spent = Callable[[Found, int], float]  # by a run until a point of its curve
 
 def by_domain(runs: Runs, patterns: Sequence[str], path: Path) -> None:
     """A row for each pattern, a column for each domain: first guesses on held-out prompts."""
-    some = next(
-        found for (p, _), by_seed in runs.by_name.items() if p in patterns for found in by_seed.values()
-    )
-    names = list(dict.fromkeys(some["held_out"]))
+    held = {p: found["held_out"] for (p, _), by in runs.by_name.items() for found in by.values()}
+    names = list(dict.fromkeys(name for pattern in patterns for name in held[pattern]))
     with pyplot.rc_context(LOOK):
         figure, axes = pyplot.subplots(
             len(patterns),
@@ -49,7 +47,10 @@ def by_domain(runs: Runs, patterns: Sequence[str], path: Path) -> None:
         )
         for row, pattern in enumerate(patterns):
             for axis, domain in zip(axes[row], names, strict=True):
-                _of_domain(axis, runs, pattern, domain)
+                if domain in held[pattern]:
+                    _of_domain(axis, runs, pattern, domain)
+                else:
+                    axis.set_axis_off()
             axes[row][0].set_ylabel(fill(title_of(pattern), 22))
         for axis, domain in zip(axes[0], names, strict=True):
             axis.set_title(domain)

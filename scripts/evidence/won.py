@@ -99,7 +99,7 @@ def _run(whole: Whole) -> str:
                 counted = f"{title_of(pattern)} ({one['run']} of {how_many(one['seeds'], 'seed')})"
                 said.setdefault(ARRANGEMENTS[name].title.removesuffix(LIKE_ALL), []).append(counted)
     found = "; ".join(f"*{title}* with {listed(patterns)}" for title, patterns in said.items())
-    return f"So it was run: {found}." if found else "So nothing was run."
+    return f"Run withheld: {found}." if found else "All of it is computed here."
 
 
 def told(whole: Whole) -> str:

@@ -180,6 +180,11 @@ that fits), and with another `--out` all of it anew. Without `--doc` the page is
         --patterns new-domain,zipf,unregistered,reworded
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
         --doc docs/evidence-served.md --parts poison --arrangements static,joint+gate:wide
+    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
+        --doc docs/evidence-served.md --parts served,withheld --patterns familiar
+    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
+        --doc docs/evidence-served.md --parts withheld --patterns \\
+        one-by-one,shift,poison-labels,poison-noise,poison-flood
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
         --strength 1 --own-tokens 4096 --resampled 0 --doc docs/evidence-turns.md \\
         --parts main,gated,further,poison --arrangements \\
@@ -192,8 +197,8 @@ that fits), and with another `--out` all of it anew. Without `--doc` the page is
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `served` (the default as a
-trainer publishes, and one adapter as large, with the gate and without), `poison` (a client that sends
-rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
+trainer publishes, and one adapter as large, with the gate and without), `withheld` (one adapter as large that
+is withheld from domains of which nothing was learned), `poison` (a client that sends rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
 update), `lean` (with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter
 takes), `gated` (the other online arrangements with the gate), `restart` (what a trainer that is started again
 has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent draft

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -404,7 +405,25 @@ def test_the_gate_can_withhold_one_adapter_from_a_domain(bench: Any, name: str, 
         assert one.owner(running.Served(record, "law")) == SHARED, "one adapter serves every domain"
         store.registry.set_unadapted(one.loop.judge.untaught())
         assert one.owner(running.Served(record, "law")) == ("law" if aside else SHARED)
-        assert not any(one.serving("law").values())
+
+
+def test_an_independent_draft_cannot_be_withheld_from_single_domains(text_bench: Any) -> None:
+    with running.new_home(NAMES) as store, pytest.raises(ValueError, match="Only a feature drafter's base"):
+        running.Run(text_bench, ARRANGEMENTS[WITHHELD], store, 0)
+
+
+def test_familiar_traffic_has_one_more_domain() -> None:
+    command = load_script("evidence.command")
+    asked = SimpleNamespace(domains=",".join(NAMES), data=None, heldout=4)
+    place = SimpleNamespace(domains=DOMAINS, args=asked)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(command, "load_domain", lambda data, name, held: domain(name))
+        of = {pattern: command.Workplace.domains_of(place, pattern) for pattern in ("familiar", "steady")}
+    assert [one.name for one in of["familiar"]] == [*NAMES, "general_en"]
+    assert of["steady"] == DOMAINS
+    sent = streams.traffic("familiar", of["familiar"], 24, 0)
+    assert Counter(query.domain for query in sent.queries) == dict.fromkeys((*NAMES, "general_en"), 6)
+    assert sent.registered == (*NAMES, "general_en")
 
 
 def test_a_run_repeats_itself(bench: Any, blocks: dict[str, Any]) -> None:

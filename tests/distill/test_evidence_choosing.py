@@ -40,7 +40,7 @@ def test_what_is_in_other_parts_is_told_with_these() -> None:
     said = refused("--parts", "main,lean", "--patterns", "poison-noise,steady")
     assert said == (
         "evidence.py: the pattern poison-noise is in none of the chosen parts (main, lean); name one that "
-        "has it with --parts: poison."
+        "has it with --parts: withheld, poison."
     )
     assert "none of the chosen parts (quick)" in refused("--quick", "--arrangements", "turns")
 
@@ -50,7 +50,7 @@ def test_names_that_are_never_run_together_are_refused() -> None:
     assert refused(*named, "static,turns") == (
         "evidence.py: none of the patterns that are named is run with the arrangement turns; the chosen "
         "parts have it with steady, one-by-one, new-domain, shift, zipf, drift, unregistered, reworded, "
-        "crossed, familiar."
+        "crossed."
     )
     assert choosing.chosen(named[1].split(","), ["poison-noise"], ["static"]) == [("poison-noise", "static")]
 

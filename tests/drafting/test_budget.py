@@ -245,6 +245,35 @@ def test_plain_rounds_of_a_slow_machine_count_no_longer_than_until_the_next_comp
     assert sum(drafts[Budget.COMPARE + Budget.TRIES :]) < 10
 
 
+@pytest.mark.parametrize(("before", "after"), [(5.0, 15.0), (15.0, 5.0)])
+def test_one_comparison_tells_that_the_machine_has_become_slower_or_faster(
+    before: float, after: float
+) -> None:
+    budget = Budget(8)
+    for _ in range(9):
+        budget.observe(1, 0, 0, 1, before)
+    for _ in range(20):
+        budget.observe(1, 1, 1, 1, 2 * after)
+    for _ in range(Budget.TRIES):
+        budget.observe(1, 0, 0, 1, after)
+    assert budget.costs.measured(1, 0, 0) == after
+    assert budget.costs.of(1, 1, 1) == pytest.approx(2.0, abs=0.2)
+
+
+def test_comparisons_do_not_make_plain_rounds_look_fast() -> None:
+    """Each time is off by up to a fifth either way; plain rounds are timed some at a time, others often."""
+    rng, budget, found = random.Random(5), Budget(8), list[float]()
+    for _ in range(300):
+        for _ in range(20):
+            budget.observe(1, 1, 1, 1, 9.0 * rng.uniform(0.8, 1.2))
+        for _ in range(Budget.TRIES):
+            budget.observe(1, 0, 0, 1, 6.0 * rng.uniform(0.8, 1.2))
+        plain = budget.costs.measured(1, 0, 0)
+        assert plain is not None
+        found.append(plain)
+    assert sum(found) / len(found) == pytest.approx(6.0, rel=0.01)
+
+
 def test_one_batch_may_mix_rows_that_draft_with_rows_that_do_not() -> None:
     budget = Budget(8)
     plain_first(budget, 0.0, 0.2, 0.0, rows=8)

@@ -7,14 +7,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import yaml
 from dashboard_fakes import FakeSupervisor, FakeWorker
 from sqlalchemy import delete
 
-from moedraft.core import GateDecision, StorageError, UpdateRecord
+from moedraft.core import Domain, GateDecision, StorageError, UpdateRecord
 from moedraft.serve.metrics.counters import PrometheusMetrics
 from moedraft.storage.store import Store
 from moedraft.storage.tables import updates
@@ -33,7 +33,8 @@ def offered() -> set[str]:
     """Every series that a scrape can hold."""
     log = SimpleNamespace(count=lambda: 0, decisions=lambda *_: {}, recent=list)
     worker: Any = FakeWorker()
-    worker.system = SimpleNamespace(store=SimpleNamespace(updates=log))
+    registry = SimpleNamespace(domain_names=list)
+    worker.system = SimpleNamespace(store=SimpleNamespace(updates=log, registry=registry))
     metrics = PrometheusMetrics("mini", worker, cast(Any, FakeSupervisor()))
     names = set[str]()
     for family in metrics.registry.collect():
@@ -67,7 +68,11 @@ def test_a_scrape_has_what_the_newest_candidate_of_each_expert_gains(store: Stor
     for gain, low in ((0.1, -0.1), (0.2, None)):
         store.updates.add(replace(kept, gain=gain, gain_low=low, gain_high=0.3))
     store.updates.add(kept)  # one on which no gate decided
+    store.updates.add(replace(kept, decision="withdraw", gain=-0.5))  # of a version, by later requests
     store.updates.add(replace(kept, expert="law"))
+    store.updates.add(replace(kept, expert="removed", gain=0.4))
+    for name in ("code", "law"):
+        store.registry.add_domain(Domain(name, "", ("example",) * 2, 0.0))
     worker: Any = FakeWorker()
     worker.system = SimpleNamespace(store=store)
     metrics = PrometheusMetrics("mini", worker, None)
@@ -136,15 +141,33 @@ def test_the_board_is_one_that_grafana_takes(board: dict[str, Any]) -> None:
         assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
 
 
+LABELS = re.compile(r"\{([^}]*)\}")
+MATCH = re.compile(r'(\w+)(?:=~?)"([^"]*)"')
+
+
 def test_alerts_ask_for_what_there_is() -> None:
     [group] = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"]
     rules = {rule["alert"]: rule for rule in group["rules"]}
     assert len(rules) == len(group["rules"]) > 4
+    values = {"kind": {"v1"}, "decision": set(get_args(GateDecision)), "job": {"moedraft"}}
     for rule in rules.values():
         assert set(SERIES.findall(rule["expr"])) <= offered(), rule
         assert rule["expr"].count("(") == rule["expr"].count(")")
         assert rule["annotations"]["summary"].endswith(".")
         assert rule["labels"]["severity"] in ("critical", "warning")
+        for matched in LABELS.findall(rule["expr"]):
+            for label, value in MATCH.findall(matched):
+                assert value in values.get(label, {value}), rule
+                assert label in {*values, "status"}, rule
+
+
+def test_prometheus_reads_the_alerts_and_people_find_what_to_do() -> None:
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text(encoding="utf-8"))
+    assert scraped["rule_files"] == ["alerts.yml"]
+    assert [one["job_name"] for one in scraped["scrape_configs"]] == ["moedraft"]
+    text = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    assert all(f"`{rule['alert']}`" in text for rule in rules)
 
 
 def test_prometheus_scrapes_the_metrics_path() -> None:

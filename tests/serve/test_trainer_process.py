@@ -35,6 +35,7 @@ from moedraft.core import (
     StorageError,
     UpdateRecord,
 )
+from moedraft.distill.claim import learning_for
 from moedraft.distill.messages import TRAINING, Begin, Learned
 from moedraft.distill.pace.governor import Load, write_load
 from moedraft.learning_state import LearningKind
@@ -302,6 +303,17 @@ def test_a_trainer_that_cannot_be_started_is_tried_again(store: Store, settings:
     one.start()
     until(lambda: one.state().restarts >= 3)
     assert "cannot be started" in (one.state().last_error or "")
+    one.stop()
+
+
+def test_waiting_for_another_trainer_of_the_home_is_no_restart(store: Store, settings: Settings) -> None:
+    with learning_for(settings.home):
+        one = TrainerSupervisor(settings, store, command=["/no/such/python"], backoff=(0.01, 0.02))
+        one.start()
+        until(lambda: "trainer" in (one.state().last_error or ""))
+        until(lambda: one.state().learning.kind == LearningKind.RESTARTING)
+        assert one.state().restarts == 0
+    until(lambda: one.state().restarts >= 1)  # now it is its own that cannot be started
     one.stop()
 
 

@@ -236,7 +236,7 @@ class StopRule:
         fixed: list[bool],
         looked: Proposal,
     ) -> None:
-        """models: by row. means: as in `Budget.plan`. fixed: rows that get exactly their limit."""
+        """models: by row. means: as in `plan`. fixed: rows with just their limit. looked: what was found."""
         self.budget, self.models, self.means = budget, models, means
         self.limits, self.looked = limits, looked
         self.free = [b for b, limit in enumerate(limits) if limit and not fixed[b]]

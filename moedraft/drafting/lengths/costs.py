@@ -18,7 +18,7 @@ PLAIN: Shape = (0, 0.0)
 KEPT = 9
 REFIT_EVERY = 8
 FORGOTTEN = 400  # rounds of as many rows after which a shape's times are too old
-AWAY, LAST = 8, 2  # after so many rounds without a plain one, so many of those before count beside new ones
+AWAY = 8  # rounds of as many rows without a plain one, after which of those before only the last one counts
 PAUSE = 64  # such rounds without the draft model after which what was timed of it counts for little
 # In plain rounds: that the model drafts at all, each of its steps, each token verified per row. As measured
 # with the embedded pair; a GPU has less of the last. Weighs as much as PRIOR_WEIGHT well-known shapes.
@@ -61,7 +61,7 @@ class RoundCosts:
         if steps:
             self._resume(rows, now)
         elif shape == PLAIN and not new and now - self._seen[rows, PLAIN] > AWAY:
-            shapes[PLAIN], new = deque([*shapes[PLAIN]][-LAST:], KEPT), True  # the machine may be faster now
+            shapes[PLAIN], new = deque([shapes[PLAIN][-1]], KEPT), True  # the machine may be faster now
         shapes.setdefault(shape, deque(maxlen=KEPT)).append(ms)
         self._seen[rows, shape] = now
         if new or now % REFIT_EVERY == 0:

@@ -9,7 +9,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moedraft.core import GateDecision, StorageError, UpdateRecord
+from moedraft.core import SHARED, GateDecision, StorageError, UpdateRecord
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.updates import Decided
@@ -54,8 +54,8 @@ class Gauges(Collector):
         return family
 
     def _gains(self) -> Metric:
-        """Of the newest candidate of each expert; those that were not judged lately have none."""
-        text = "Tokens per step that the newest candidate gains on held-out records, and within which bounds"
+        """Of each expert's newest candidate with figures; those that were not judged lately have none."""
+        text = "Tokens per step that the newest judged candidate gains on held-out records, and its bounds"
         labels = ["model_name", "expert", "bound"]
         family = GaugeMetricFamily("moedraft_gate_gain_tokens", f"{text}.", labels=labels)
         for name, one in self._judged().items():
@@ -65,7 +65,10 @@ class Gauges(Collector):
         return family
 
     def _judged(self) -> dict[str, UpdateRecord]:
-        return {one.expert: one for one in self._worker.system.store.updates.recent() if one.gain is not None}
+        store = self._worker.system.store
+        known = {SHARED, *(name for name, _ in store.registry.domain_names())}
+        judged = (one for one in store.updates.recent() if one.gain is not None)
+        return {one.expert: one for one in judged if one.decision != "withdraw" and one.expert in known}
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"moedraft_{name}", f"{text}.", labels=["model_name"])

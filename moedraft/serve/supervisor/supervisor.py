@@ -169,7 +169,7 @@ class TrainerSupervisor:
         delay, longest = self._backoff
         while not self._quit.is_set():
             began = time.monotonic()
-            error = self._claimed()
+            error, tried = self._claimed()
             expert = self._state.learning.expert
             self._deadly.update([expert] if expert else [])
             self._set(pid=None, learning=LearningState(LearningKind.STOPPED), held=False)
@@ -181,17 +181,17 @@ class TrainerSupervisor:
             again = LearningState(LearningKind.RESTARTING, f"in {delay:.0f} s")
             self._set(learning=again, last_error=error)
             self._quit.wait(delay)
-            self._set(restarts=self._state.restarts + 1)
+            self._set(restarts=self._state.restarts + tried)
             delay = min(2 * delay, longest)
         self._set(learning=LearningState(LearningKind.STOPPED))
 
-    def _claimed(self) -> str:
-        """As `_live`, unless another trainer learns for the home."""
+    def _claimed(self) -> tuple[str, bool]:
+        """As `_live`, unless another trainer learns for the home; and whether that was not so."""
         try:
             with learning_for(self._settings.home):
-                return self._live()
+                return self._live(), True
         except StorageError as error:
-            return str(error).removesuffix(".")
+            return str(error).removesuffix("."), False
 
     def _live(self) -> str:
         """Run one trainer process until it ends; returns why it ended."""
