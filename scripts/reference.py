@@ -54,7 +54,10 @@ class Standing:
     """A fake server without work, from which the gauges are read."""
 
     system = SimpleNamespace(
-        store=SimpleNamespace(updates=SimpleNamespace(count=lambda: 0, decisions=lambda *_: {}, recent=list))
+        store=SimpleNamespace(
+            updates=SimpleNamespace(count=lambda: 0, decisions=lambda *_: {}, recent=list),
+            registry=SimpleNamespace(domain_names=list),
+        )
     )
 
     def snapshot(self) -> Snapshot:

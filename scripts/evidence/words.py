@@ -197,12 +197,13 @@ that fits), and with another `--out` all of it anew. Without `--doc` the page is
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `served` (the default as a
-trainer publishes, and one adapter as large, with the gate and without), `withheld` (one adapter as large that
-is withheld from domains of which nothing was learned), `poison` (a client that sends rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
-update), `lean` (with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter
-takes), `gated` (the other online arrangements with the gate), `restart` (what a trainer that is started again
-has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent draft
-model only). `--patterns` and `--arrangements` choose from it.
+trainer publishes, and one adapter as large, with the gate and without), `withheld` (one adapter as large
+that is withheld from domains of which nothing was learned), `poison` (a client that sends rubbish), `paper`
+(offline, online, and both), `objectives` (forward KL and others), `interval` (how often to update), `lean`
+(with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter takes), `gated`
+(the other online arrangements with the gate), `restart` (what a trainer has lost that is started again),
+`gate` (without its second look) or `data` (whose answers are learned from; an independent draft model
+only). `--patterns` and `--arrangements` choose from it.
 
 The paper's own experiments, one command each, with `--data` and `--out` as above: offline, online and
 both, and which tokens are guessed right, `--parts paper`; objectives, `--parts objectives`, with each kind of
