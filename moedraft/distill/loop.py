@@ -25,6 +25,7 @@ from moedraft.distill.entries import reset_entry, update_entry, withdrawal_entry
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.judging.second_look import SecondLook
+from moedraft.distill.judging.standing import Standing
 from moedraft.distill.judging.watch import Watch, followers
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.pace.governor import news
@@ -74,6 +75,7 @@ class DistillLoop:
     judge: JudgeLike | None = None  # None: every candidate is published
     watch: Watch | None = None  # None: no published version is ever withdrawn
     second_look: SecondLook | None = None  # None: a kept candidate is only trained on
+    standing: Standing | None = None  # None: the gate sees what adapters do on held-out records alone
     gains: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # in a row, by adapter; a success resets them
     state: LearningState = field(default_factory=waiting)
@@ -178,8 +180,6 @@ class DistillLoop:
         """Forget replay records, and all candidates that may have learned from them."""
         for name in (SHARED, *(name for name, _ in self.store.registry.domain_names())):
             self.trainer.forget(name)
-        if self.second_look is not None:
-            self.second_look.forget()
         if self.judge is not None:
             self.judge.forget()
 
@@ -207,10 +207,10 @@ class DistillLoop:
                 self._write_down(withdrawal_entry(one, serves), used)
 
     def _gather(self, on_step: OnStep | None) -> None:
-        """Look at kept candidates again, on the records that came since, before these are trained on."""
-        if self.second_look is not None:
-            say = on_step or (lambda done, loss: None)
-            self.second_look.gather(lambda: say(0, None))
+        """Measure what serves, and kept candidates, on new records, before these are trained on."""
+        say = on_step or (lambda done, loss: None)
+        for look in filter(None, (self.standing, self.second_look)):
+            look.gather(lambda: say(0, None))
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used."""

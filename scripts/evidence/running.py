@@ -109,7 +109,6 @@ class Run:
         self.trainer.seed = 1000 * seed
         self.measure = JointMeasure(self.trainer, DEPTH)
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
-        # One adapter for everybody leaves no domain to the base alone, unless it is said to.
         aside = isinstance(bench.draft, FeatureDraft) and (arrangement.experts or arrangement.withheld)
         if arrangement.withheld and not aside:
             raise ValueError("Only a feature drafter's base can serve single domains by itself.")
@@ -118,6 +117,7 @@ class Run:
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
         self.memory = TrainerMemory(store.home.path, store.registry)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
+        self.loop.standing = judge.standing if judge else None
 
     def owner(self, served: Served) -> str:
         """Whose expert drafts."""

@@ -15,8 +15,9 @@ from test_judge import Figures, Together, by_tensors, loop_of
 from test_together import TOKENS, counts_of
 
 from moedraft.core import SHARED, Domain, StorageError
+from moedraft.distill.judging.fresh import MOST
 from moedraft.distill.judging.gate import DOUBTFUL, Seen, Verdict, compare, decide, decide_again
-from moedraft.distill.judging.second_look import MOST, SecondLook
+from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.measuring.figures import Measured, joined
 from moedraft.storage import changes
 from moedraft.storage.retention.holding import is_held_out

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.gate import Verdict
+from moedraft.distill.judging.gate import Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
 from moedraft.distill.judging.second_look import SecondLook
+from moedraft.distill.judging.standing import Standing
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -29,7 +30,7 @@ from moedraft.storage.versions.candidate import Candidate, Weights
 OnBatch = Callable[[], None]
 TAUGHT = 4  # records from which on a domain gets adapters
 OF_LATE = 48  # newest records, whose domains are those of the traffic now
-ENOUGH = 3  # held-out records of a domain that may be left to the base alone
+ENOUGH = 3  # records of a domain that may be left to the base alone
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Judge:
         self.measure, self.store = Remembered(measure), store
         self.held_out = HeldOut(store.replay)
         self.second_look = SecondLook(measure, store)
+        self.standing = Standing(measure, store) if base_serves else None
         self.kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
         self.base_serves = base_serves
@@ -78,6 +80,8 @@ class Judge:
         kept = {name: self._kept_before(one) for name, one in made.items()}
         if SHARED in made:
             verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
+            if self.standing is not None and verdicts[SHARED].is_published:
+                self.standing.published(made[SHARED].base_hash)
         else:
             verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
         for name, one in made.items():
@@ -102,7 +106,10 @@ class Judge:
     def forget(self) -> None:
         """Forget what was measured of records, since some were purged."""
         self.measure.forget()
+        self.second_look.forget()
         self.held_out = HeldOut(self.store.replay)
+        if self.standing is not None:
+            self.standing.forget()
 
     def _kept_before(self, candidate: Candidate) -> int:
         """How many candidates were kept since the live version was published."""
@@ -131,12 +138,14 @@ class Judge:
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
-            base = static if self._may_stand_aside(case) else None
+            stood = self.standing.seen.get(name) if self.standing else None
+            base = static if self._may_stand_aside(case, stood) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            options[name] = Options(before, new, old, None, static, traffic[name], base, seen.get(name))
+            share = traffic[name]
+            options[name] = Options(before, new, old, None, static, share, base, seen.get(name), stood)
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})
@@ -159,13 +168,14 @@ class Judge:
         own = live is not None and live.base_hash == made.base_hash
         return own and name != SHARED and not is_pinned(self.store.registry, name)
 
-    def _may_stand_aside(self, case: Case) -> bool:
+    def _may_stand_aside(self, case: Case, stood: Seen | None) -> bool:
         """Whether the base alone may serve: enough records, and no version that a person pinned or chose."""
         registry = self.store.registry
         free = case.domain != SHARED and not is_pinned(registry, case.domain)
         live = {name: registry.live(name) for name in (case.domain, SHARED)}
         chosen = any(registry.is_chosen(name, one.version if one else 0) for name, one in live.items())
-        return self.base_serves and free and not chosen and len(case.records) >= ENOUGH
+        records = len(case.records) + (stood.before.records if stood else 0)
+        return self.base_serves and free and not chosen and records >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)

@@ -16,21 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import SURE, Seen, Verdict
-from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.distill.single.trainer import domains_taught
 from moedraft.storage.changes import is_pinned
-from moedraft.storage.filing import filed
-from moedraft.storage.retention.holding import is_held_out
-from moedraft.storage.retention.shares import Held, of_many
-from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.store import Store
 from moedraft.storage.versions.candidate import Candidate, Weights
-
-MOST = 32  # new records that one line is measured on before an update
-LOOKED_AT = 4 * MOST  # newest records of which these are chosen
-REMEMBERED = 512  # of the newest records that an update knew of, those whose prompts count as trained on
 
 OnBatch = Callable[[], None]
 
@@ -69,7 +62,7 @@ class SecondLook:
         if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
             line.seen.clear()
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
-        line.prompts |= {_prompt(record) for record in known}
+        line.prompts |= {prompt_of(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
         line.learned |= domains_taught(known, FEW) | {*made, *live} - {SHARED}
 
@@ -109,26 +102,12 @@ class SecondLook:
         return versions[0].version if versions else 0
 
     def _new(self, name: str, line: Line) -> dict[str, list[ReplayRecord]]:
-        """The records that came since, by domain, one of each prompt, as many of a client as of all others.
+        """The records that came since, by domain, of those that the line has learned.
 
-        Only of domains that the line has learned, and none that are held out: by these the next candidate is
-        judged itself.
+        Of a domain that it has not learned yet they only show what was, not what its next can do.
         """
-        new: dict[int, ReplayRecord] = {}
-        target, moved = self.store.registry.get_meta(TARGET_ID), filed(self.store.registry)
-        for record in self.store.replay.newest(LOOKED_AT, line.last_id + 1, target):
-            prompt = _prompt(record)
-            # Of a domain that the line has not learned yet it only shows what was, not what its next can do.
-            concerned = name in (SHARED, record.domain) and record.domain in line.learned
-            known = prompt in line.prompts or record.id in moved or is_held_out(record)
-            if concerned and not known and len(record.topk_ids) >= USABLE:
-                line.prompts.add(prompt)
-                new[record.id] = record
-        held = [Held(one.id, one.source, one.pinned) for one in new.values()]
-        found: dict[str, list[ReplayRecord]] = {}
-        for number in of_many(held, MOST, LEAST_JUDGED):
-            found.setdefault(new[number].domain, []).append(new[number])
-        return found
+        concerns = lambda domain: name in (SHARED, domain) and domain in line.learned  # noqa: E731
+        return fresh_records(self.store, line.last_id + 1, line.prompts, concerns)
 
     def _pair(self, made: Mapping[str, Candidate], domain: str) -> tuple[Serving, Serving]:
         """The adapters that draft for `domain` now, and those that would if the candidates were published.
@@ -146,10 +125,6 @@ class SecondLook:
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)
         return found[1] if found else None
-
-
-def _prompt(record: ReplayRecord) -> int:
-    return hash(tuple(record.token_ids[: record.num_prompt_tokens]))
 
 
 def _added(seen: Seen | None, before: Measured, after: Measured) -> Seen:

@@ -67,6 +67,7 @@ class Options:
     share: float = 1.0  # of the traffic, in any unit
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
     seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
+    stood: Seen | None = None  # the draft base alone, and adapters that served before, on other records
 
     def kinds(self) -> list[Kind]:
         """What the domain can have, in the order in which it is wanted."""
@@ -75,6 +76,13 @@ class Options:
     def of(self, kind: Kind) -> Measured:
         """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
         return {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind] or self.old
+
+    def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
+        """The draft base alone and `after`, with what adapters that served before have shown beside it."""
+        static = self.static or self.before
+        if self.stood is None or after is static or after is self.base:
+            return static, after
+        return joined([static, self.stood.before]), joined([after, self.stood.after])
 
 
 @dataclass(frozen=True)
@@ -210,7 +218,8 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
     for kind in KINDS:
         afters = [options.of(kind) for options in domains.values()]
         gains = estimates([options.before for options in domains.values()], afters)
-        statics = estimates([options.static or options.before for options in domains.values()], afters)
+        pairs = [options.beside_static(options.of(kind)) for options in domains.values()]
+        statics = estimates([static for static, _ in pairs], [after for _, after in pairs])
         for (name, options), gain, static in zip(domains.items(), gains, statics, strict=True):
             if kind in options.kinds():
                 found[name][kind] = Prospect(gain, None if options.static is None else static)
@@ -219,8 +228,8 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
 
 def _standing(domains: Mapping[str, Options]) -> dict[str, GainEstimate]:
     """By domain, the gain over the draft base alone of what serves now."""
-    statics = [options.static or options.before for options in domains.values()]
-    found = estimates(statics, [options.before for options in domains.values()])
+    pairs = [options.beside_static(options.before) for options in domains.values()]
+    found = estimates([static for static, _ in pairs], [before for _, before in pairs])
     return dict(zip(domains, found, strict=True))
 
 

@@ -1,0 +1,204 @@
+"""How adapters stand beside the draft base: on new records, before these are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from candidates import candidate
+from distill_rig import record
+from test_judge import Figures, Together, by_tensors
+from test_second_look import fresh
+from test_together import Records
+
+from moedraft.core import SHARED, Domain, ReplayRecord
+from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.judging.gate import Seen
+from moedraft.distill.judging.judge import Judge
+from moedraft.distill.judging.standing import MOST, Standing
+from moedraft.distill.judging.together import Options, decide_together
+from moedraft.distill.measuring.figures import Measured, expected_tokens
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.storage.retention.holding import is_held_out
+from moedraft.storage.store import Store
+
+
+@pytest.fixture
+def store(store: Store) -> Store:
+    for name in ("code", "prose"):
+        store.registry.add_domain(Domain(name, "", ("example",) * 2, 0.0))
+    return store
+
+
+def learned(store: Store, *records: Sequence[ReplayRecord], **live: float) -> Standing:
+    """With these records, from which live versions that add so much were trained."""
+    for each in records:
+        store.replay.add(list(each))
+    standing = Standing(Figures(by_tensors), store)
+    standing.gather()
+    for name, value in live.items():
+        store.adapters.publish(candidate(name, value))
+    standing.published(candidate(SHARED, 0.0).base_hash)
+    return standing
+
+
+def gains(standing: Standing) -> dict[str, tuple[int, float]]:
+    """By domain: records, and tokens per step that the adapters give more than the base alone."""
+    return {name: (one.after.records, round(more(one), 2)) for name, one in standing.seen.items()}
+
+
+def more(seen: Seen) -> float:
+    base, live = (expected_tokens(one.counts.sum(0).astype(float)) for one in (seen.before, seen.after))
+    return float(live - base)
+
+
+# -- what is seen ----------------------------------------------------------------------------------
+
+
+def test_what_serves_is_measured_beside_the_base_on_records_that_are_new_to_it(store: Store) -> None:
+    standing = learned(store, fresh(5), shared=0.1, code=-0.3)
+    standing.gather()
+    assert not standing.seen, "nothing came since"
+    held = [one for one in (record(300_000 + n) for n in range(200)) if is_held_out(one)][:3]
+    new = fresh(6, first=200_000)
+    store.replay.add([*new, *new[:2], *fresh(5)[:2], *held])
+    standing.gather()
+    assert gains(standing) == {"code": (6, -0.2)}, "each prompt once, none trained on, none held out"
+    standing.gather()
+    assert gains(standing) == {"code": (6, -0.2)}, "and no record twice"
+
+
+def test_a_domain_that_the_live_version_has_not_learned_says_nothing(store: Store) -> None:
+    standing = learned(store, fresh(5), fresh(2, "prose", 400_000), shared=0.1, code=0.1)
+    store.replay.add([*fresh(3, first=200_000), *fresh(4, "prose", 500_000)])
+    standing.gather()
+    assert gains(standing) == {"code": (3, 0.2)}
+    standing.published(candidate(SHARED, 0.0).base_hash)  # now it has
+    store.replay.add(fresh(2, "prose", 600_000))
+    standing.gather()
+    assert gains(standing) == {"code": (3, 0.2), "prose": (2, 0.1)}
+
+
+def test_adapters_are_measured_while_the_base_serves_alone(store: Store) -> None:
+    """Else they could never get their domain back."""
+    standing = learned(store, fresh(5), code=-0.2)
+    store.registry.set_unadapted({"code"})
+    store.replay.add(fresh(3, first=200_000))
+    standing.gather()
+    assert gains(standing) == {"code": (3, -0.2)}
+
+
+def test_the_newest_records_count_and_purged_ones_are_forgotten(store: Store) -> None:
+    standing = learned(store, fresh(5), code=-0.2)
+    store.replay.add(fresh(MOST + 4, first=200_000))
+    standing.gather()
+    store.adapters.publish(candidate("code", 0.3, parent=1))
+    store.replay.add(fresh(MOST // 2, first=600_000))
+    standing.gather()
+    assert gains(standing) == {"code": (MOST, pytest.approx(0.05, abs=0.01))}
+    standing.forget()
+    assert not standing.seen
+
+
+def test_one_client_does_not_decide_who_stands_below_the_base(store: Store) -> None:
+    standing = learned(store, fresh(5), code=-0.2)
+    flood = [replace(one, source="flood") for one in fresh(12, first=200_000)]
+    store.replay.add([*[replace(one, source="others") for one in fresh(4, first=600_000)], *flood])
+    standing.gather()
+    assert gains(standing) == {"code": (8, -0.2)}
+
+
+def test_before_anything_was_published_nothing_is_measured(store: Store) -> None:
+    figures = Figures(by_tensors)
+    standing = Standing(figures, store)
+    store.replay.add(fresh(5))
+    standing.gather()
+    store.replay.add(fresh(5, first=200_000))
+    standing.gather()
+    assert not figures.asked
+
+
+# -- what the gate makes of it ---------------------------------------------------------------------
+
+
+def home(rng: np.random.Generator, loss: float, stood: int) -> dict[str, Options]:
+    """Six domains gain .3 tokens per step over the base; another, with two held-out records, loses."""
+    found = {f"d{n}": of_domain(rng, 0.3, 5, 12) for n in range(6)}
+    return found | {"known": of_domain(rng, -loss, 2, stood)}
+
+
+def of_domain(rng: np.random.Generator, gain: float, held: int, stood: int) -> Options:
+    records, others = Records(rng, held), Records(rng, max(stood, 1))
+    static, live, new, old = (records.draft(value) for value in (0.0, gain - 0.05, gain, gain - 0.05))
+    seen = Seen(others.draft(0.0), others.draft(gain - 0.05)) if stood else None
+    return Options(live, new, old, None, static, 1.0, static if held + stood >= 3 else None, None, seen)
+
+
+def left_to_base(loss: float, stood: int, trials: int = 60) -> dict[str, float]:
+    """In which share of the homes with a published update the base serves the domain that loses, or another."""
+    rng, found = np.random.default_rng(3), list[frozenset[str]]()
+    for _ in range(trials):
+        verdicts = decide_together(home(rng, loss, stood), {}, SHARED)
+        if verdicts[SHARED].is_published:
+            found.append(frozenset(name for name, one in verdicts.items() if one.unadapted))
+    assert len(found) > trials / 2
+    known = sum("known" in aside for aside in found) / len(found)
+    return {"known": known, "others": sum(bool(aside - {"known"}) for aside in found) / len(found)}
+
+
+def test_a_domain_that_adapters_harm_is_left_to_the_base_by_what_was_seen_of_them() -> None:
+    assert left_to_base(0.2, 0)["known"] == 0, "two held-out records alone are too few"
+    few, some = left_to_base(0.2, 5), left_to_base(0.1, 10)
+    assert few["known"] >= 0.6
+    assert some["known"] >= 0.6
+    assert few["others"] == some["others"] == 0
+    assert left_to_base(-0.1, 10)["known"] <= 0.05, "one that gains a little is left its adapters"
+
+
+def test_what_was_seen_counts_for_adapters_and_not_for_the_base_itself() -> None:
+    rng = np.random.default_rng(0)
+    one = of_domain(rng, -0.2, 4, 8)
+    static = one.static
+    assert static is not None
+    assert one.beside_static(static) == (static, static)
+    base, after = one.beside_static(one.old)
+    assert base.records == after.records == 12
+    plain = replace(one, stood=None)
+    assert plain.beside_static(one.old) == (static, one.old)
+
+
+class Harmed(Figures):
+    """Adapters give more on prose, and less on code than the base."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda serving, domain: self.of(serving, domain))
+
+    @staticmethod
+    def of(serving: object, domain: str) -> float:
+        adapted = any(one is not None for one in serving.values())  # type: ignore[attr-defined]
+        return 0.5 + adapted * (0.2 if domain == "prose" else -0.15)
+
+    def __call__(self, *given: object, **named: object) -> Measured:
+        return replace(super().__call__(*given, **named), loss=0.1)  # type: ignore[arg-type]
+
+
+def test_a_trainers_loop_leaves_a_domain_to_the_base_by_its_new_records(store: Store) -> None:
+    prose = [one for one in (record(5000 + n, "prose") for n in range(300)) if is_held_out(one)][:8]
+    store.replay.add([*prose, *fresh(5, "prose", 500_000), *fresh(6)])
+    judge = Judge(Harmed(), store, base_serves=True)
+    loop = JointLoop(Together({"shared": 0.1, "code": 0.1}), store, HomeOutlet(store), 4, judge)  # type: ignore[arg-type]
+    loop.standing = judge.standing
+    loop.run_once()
+    assert store.registry.live(SHARED) is not None
+    assert store.registry.unadapted() == set(), "of code nothing is held out, so nothing is known of it"
+    store.replay.add(fresh(12, first=800_000))
+    loop.run_once()
+    assert judge.standing is not None
+    assert set(judge.standing.seen) == {"code"}
+    assert store.registry.unadapted() == {"code"}
+    loop.trainer.last_id = 0
+    store.replay.purge("code")
+    loop.run_once()
+    assert not judge.standing.seen
