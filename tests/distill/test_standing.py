@@ -137,7 +137,7 @@ def of_domain(rng: np.random.Generator, gain: float, held: int, stood: int) -> O
 
 
 def left_to_base(loss: float, stood: int, trials: int = 60) -> dict[str, float]:
-    """In which share of the homes with a published update the base serves the domain that loses, or another."""
+    """In which share of the published updates the base serves the domain that loses, or another one."""
     rng, found = np.random.default_rng(3), list[frozenset[str]]()
     for _ in range(trials):
         verdicts = decide_together(home(rng, loss, stood), {}, SHARED)
