@@ -99,7 +99,7 @@ def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
         depth = max(1, settings.num_speculative_tokens)
         measure, alone = _measure(loop, depth)
         loop.judge = judge = Judge(measure, loop.store, base_serves=alone)
-        loop.second_look, loop.standing = judge.second_look, judge.standing
+        loop.second_look, loop.beside_base = judge.second_look, judge.beside_base
         loop.watch = Watch(measure, loop.store)
     loop.resume()
     return loop

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, AdapterVersion, MoedraftError, StorageError, UpdateRecord
 from moedraft.distill.entries import reset_entry, update_entry, withdrawal_entry
+from moedraft.distill.judging.beside_base import BesideBase
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.judging.second_look import SecondLook
-from moedraft.distill.judging.standing import Standing
 from moedraft.distill.judging.watch import Watch, followers
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.pace.governor import news
@@ -75,7 +75,7 @@ class DistillLoop:
     judge: JudgeLike | None = None  # None: every candidate is published
     watch: Watch | None = None  # None: no published version is ever withdrawn
     second_look: SecondLook | None = None  # None: a kept candidate is only trained on
-    standing: Standing | None = None  # None: the gate sees what adapters do on held-out records alone
+    beside_base: BesideBase | None = None  # None: the gate sees what adapters do on held-out records alone
     gains: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # in a row, by adapter; a success resets them
     state: LearningState = field(default_factory=waiting)
@@ -157,10 +157,9 @@ class DistillLoop:
         return update
 
     def tend(self, on_step: OnStep | None = None) -> None:
-        """What is due while no update is: look at published versions again, when requests have come since.
+        """While no update is due, look at published versions again, when requests have come since.
 
-        Errors are caught as in `run_once`.
-        """
+        Errors are caught as in `run_once`."""
         try:
             newest = self.store.replay.last_id()
             if self.watch is not None and newest - self.watched >= LOOK_AGAIN:
@@ -209,8 +208,9 @@ class DistillLoop:
     def _gather(self, on_step: OnStep | None) -> None:
         """Measure what serves, and kept candidates, on new records, before these are trained on."""
         say = on_step or (lambda done, loss: None)
-        for look in filter(None, (self.standing, self.second_look)):
-            look.gather(lambda: say(0, None))
+        for look in (self.beside_base, self.second_look):
+            if look is not None:
+                look.gather(lambda: say(0, None))
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used."""

@@ -117,7 +117,7 @@ class Run:
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
         self.memory = TrainerMemory(store.home.path, store.registry)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
-        self.loop.standing = judge.standing if judge else None
+        self.loop.beside_base = judge.beside_base if judge else None
 
     def owner(self, served: Served) -> str:
         """Whose expert drafts."""

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from moedraft.distill.judging.alone import decide_alone
 from moedraft.distill.judging.gate import MOST_KEPT, RISEN, WORSE, Verdict, compare
 from moedraft.distill.judging.shrinkage import estimates
 from moedraft.distill.judging.together import (
     LARGEST_SHARE,
     Options,
-    decide_alone,
     decide_together,
     in_doubt,
     shares_of,

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.judging.alone import decide_alone
+from moedraft.distill.judging.beside_base import BesideBase
 from moedraft.distill.judging.gate import Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
 from moedraft.distill.judging.second_look import SecondLook
-from moedraft.distill.judging.standing import Standing
-from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
+from moedraft.distill.judging.together import Options, decide_together, in_doubt
 from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.distill.measuring.remembered import Remembered
@@ -60,7 +61,7 @@ class Judge:
         self.measure, self.store = Remembered(measure), store
         self.held_out = HeldOut(store.replay)
         self.second_look = SecondLook(measure, store)
-        self.standing = Standing(measure, store) if base_serves else None
+        self.beside_base = BesideBase(measure, store) if base_serves else None
         self.kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
         self.base_serves = base_serves
@@ -80,8 +81,8 @@ class Judge:
         kept = {name: self._kept_before(one) for name, one in made.items()}
         if SHARED in made:
             verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
-            if self.standing is not None and verdicts[SHARED].is_published:
-                self.standing.published(made[SHARED].base_hash)
+            if self.beside_base is not None and verdicts[SHARED].is_published:
+                self.beside_base.published(made[SHARED].base_hash)
         else:
             verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
         for name, one in made.items():
@@ -108,8 +109,8 @@ class Judge:
         self.measure.forget()
         self.second_look.forget()
         self.held_out = HeldOut(self.store.replay)
-        if self.standing is not None:
-            self.standing.forget()
+        if self.beside_base is not None:
+            self.beside_base.forget()
 
     def _kept_before(self, candidate: Candidate) -> int:
         """How many candidates were kept since the live version was published."""
@@ -138,7 +139,7 @@ class Judge:
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
-            stood = self.standing.seen.get(name) if self.standing else None
+            stood = self.beside_base.seen.get(name) if self.beside_base else None
             base = static if self._may_stand_aside(case, stood) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None

@@ -21,7 +21,7 @@ none, with gains of .02 to .05 in each domain 85 %.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -46,10 +46,11 @@ from moedraft.distill.measuring.figures import FEW, Measured, joined
 
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to the draft base alone …
+LIKELY_HARM = 0.75  # … or, where no update is published, from which it is left to the base …
 SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
 LARGEST_SHARE = 4.0  # most traffic that a record may stand for, as a multiple of an average record's
 
-BELOW = "The domain almost surely stands below the draft without any adapter"
+BELOW = "The domain is likely to stand below the draft without any adapter"
 # The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
 Kind = Literal["new", "old", "none", "base"]
 KINDS: tuple[Kind, ...] = ("new", "old", "none", "base")  # in the order in which they are wanted
@@ -90,7 +91,8 @@ class Prospect:
     """What one kind of expert would do to a domain."""
 
     gain: GainEstimate  # over what serves now
-    static: GainEstimate | None  # over the draft base alone
+    static: GainEstimate | None  # over the draft base alone, by held-out records
+    beside: GainEstimate | None  # the same, by what adapters that served before have shown as well
 
     @property
     def harms(self) -> bool:
@@ -107,7 +109,7 @@ class Prospect:
     @property
     def yields_to_base(self) -> bool:
         """Whether the base alone should draft instead."""
-        return is_below(self.static, HARMFUL)
+        return is_below(self.beside, HARMFUL)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def decide_together(
     verdicts = {shared: whole}
     for name, options in domains.items():
         choice, goes = choices[name], whole.decision == "promote"
-        below = options.base is not None and is_below(standing[name])
+        below = options.base is not None and is_below(standing[name], LIKELY_HARM)
         aside = choice.kind == "base" if goes else below
         if options.new is not None or aside or (choice.kind == "none" and goes):
             before = kept.get(name, 0)
@@ -218,19 +220,25 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
     for kind in KINDS:
         afters = [options.of(kind) for options in domains.values()]
         gains = estimates([options.before for options in domains.values()], afters)
-        pairs = [options.beside_static(options.of(kind)) for options in domains.values()]
-        statics = estimates([static for static, _ in pairs], [after for _, after in pairs])
-        for (name, options), gain, static in zip(domains.items(), gains, statics, strict=True):
+        statics = estimates([options.static or options.before for options in domains.values()], afters)
+        besides = _besides(domains, afters)
+        for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
-                found[name][kind] = Prospect(gain, None if options.static is None else static)
+                known = options.static is not None
+                over = (statics[number], besides[number]) if known else (None, None)
+                found[name][kind] = Prospect(gains[number], *over)
     return found
 
 
 def _standing(domains: Mapping[str, Options]) -> dict[str, GainEstimate]:
     """By domain, the gain over the draft base alone of what serves now."""
-    pairs = [options.beside_static(options.before) for options in domains.values()]
-    found = estimates([static for static, _ in pairs], [before for _, before in pairs])
+    found = _besides(domains, [options.before for options in domains.values()])
     return dict(zip(domains, found, strict=True))
+
+
+def _besides(domains: Mapping[str, Options], afters: Sequence[Measured]) -> list[GainEstimate]:
+    pairs = [options.beside_static(after) for options, after in zip(domains.values(), afters, strict=True)]
+    return estimates([static for static, _ in pairs], [after for _, after in pairs])
 
 
 def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
@@ -244,7 +252,7 @@ def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
     if "base" in prospects:
         best = next((kind for kind in wanted or [best] if not prospects[kind].yields_to_base), "base")
     counted = best if prospects[first].surely_harms else first
-    falls = best != "base" and prospects[best].below_static and not _stands_below(options)
+    falls = best != "base" and prospects[best].below_static and not stands_below(options)
     stops = not wanted and (prospects[best].surely_harms or falls)
     return Choice(best, counted, stops)
 
@@ -264,7 +272,7 @@ def _suits(prospect: Prospect, options: Options) -> bool:
     return not _will_not_do(prospect) and not (options.base is not None and prospect.yields_to_base)
 
 
-def _stands_below(options: Options) -> bool:
+def stands_below(options: Options) -> bool:
     """Whether what serves now is below the draft base alone."""
     return options.static is not None and is_below(estimates([options.static], [options.before])[0])
 
@@ -314,33 +322,3 @@ def _left_out(found: Verdict, choice: Choice, prospect: Prospect) -> Verdict:
         return replace(found, decision="reset", reason=f"{why}; it gets no expert.")
     decision: GateDecision = "discard" if found.better <= 1 - SURE else "keep"
     return replace(found, decision=decision, reason=f"{why}; it keeps the expert that it had.")
-
-
-def decide_alone(options: Options, kept: int = 0) -> Verdict:
-    """The verdict on an expert that learned alone, above the shared adapter that serves.
-
-    `options.old` is what serves now; `options.none` is the shared adapter alone.
-    """
-    assert options.new is not None
-    if options.seen is None:
-        found = decide(options.before, options.new, kept)
-    else:
-        found = decide_again(options.before, options.new, options.seen, kept)
-    if options.static is None or not options.before.records:
-        return found
-    over = estimates([options.static], [options.new])[0]
-    found = replace(found, static=over.gain)
-    if found.decision == "promote" and not is_below(over):
-        return found
-    if _stands_below(options) and _is_better_off_without(options):
-        reason = "The domain stands below the draft without any adapter; it gets no expert."
-        return replace(found, decision="reset", reason=reason)
-    if found.decision == "promote":
-        reason = "The domain would stand below the draft without any adapter; nothing is published."
-        return replace(found, decision="discard", reason=reason)
-    return found
-
-
-def _is_better_off_without(options: Options) -> bool:
-    """Whether the shared adapter alone gives more than the expert that serves above it."""
-    return options.none is not None and compare(options.before, options.none).better > 1 - HARMFUL

@@ -22,7 +22,7 @@ from moedraft.storage.store import Store
 MOST = 16  # newest records of a domain that count, since versions change
 
 
-class Standing:
+class BesideBase:
     """The standings of one home's domains. It reads storage and writes nothing; a restart forgets them."""
 
     def __init__(self, measure: Measure, store: Store) -> None:

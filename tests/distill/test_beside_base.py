@@ -15,9 +15,9 @@ from test_together import Records
 
 from moedraft.core import SHARED, Domain, ReplayRecord
 from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.judging.beside_base import MOST, BesideBase
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.judge import Judge
-from moedraft.distill.judging.standing import MOST, Standing
 from moedraft.distill.judging.together import Options, decide_together
 from moedraft.distill.measuring.figures import Measured, expected_tokens
 from moedraft.distill.outlet import HomeOutlet
@@ -32,11 +32,11 @@ def store(store: Store) -> Store:
     return store
 
 
-def learned(store: Store, *records: Sequence[ReplayRecord], **live: float) -> Standing:
+def learned(store: Store, *records: Sequence[ReplayRecord], **live: float) -> BesideBase:
     """With these records, from which live versions that add so much were trained."""
     for each in records:
         store.replay.add(list(each))
-    standing = Standing(Figures(by_tensors), store)
+    standing = BesideBase(Figures(by_tensors), store)
     standing.gather()
     for name, value in live.items():
         store.adapters.publish(candidate(name, value))
@@ -44,7 +44,7 @@ def learned(store: Store, *records: Sequence[ReplayRecord], **live: float) -> St
     return standing
 
 
-def gains(standing: Standing) -> dict[str, tuple[int, float]]:
+def gains(standing: BesideBase) -> dict[str, tuple[int, float]]:
     """By domain: records, and tokens per step that the adapters give more than the base alone."""
     return {name: (one.after.records, round(more(one), 2)) for name, one in standing.seen.items()}
 
@@ -112,7 +112,7 @@ def test_one_client_does_not_decide_who_stands_below_the_base(store: Store) -> N
 
 def test_before_anything_was_published_nothing_is_measured(store: Store) -> None:
     figures = Figures(by_tensors)
-    standing = Standing(figures, store)
+    standing = BesideBase(figures, store)
     store.replay.add(fresh(5))
     standing.gather()
     store.replay.add(fresh(5, first=200_000))
@@ -189,16 +189,16 @@ def test_a_trainers_loop_leaves_a_domain_to_the_base_by_its_new_records(store: S
     store.replay.add([*prose, *fresh(5, "prose", 500_000), *fresh(6)])
     judge = Judge(Harmed(), store, base_serves=True)
     loop = JointLoop(Together({"shared": 0.1, "code": 0.1}), store, HomeOutlet(store), 4, judge)  # type: ignore[arg-type]
-    loop.standing = judge.standing
+    loop.beside_base = judge.beside_base
     loop.run_once()
     assert store.registry.live(SHARED) is not None
     assert store.registry.unadapted() == set(), "of code nothing is held out, so nothing is known of it"
     store.replay.add(fresh(12, first=800_000))
     loop.run_once()
-    assert judge.standing is not None
-    assert set(judge.standing.seen) == {"code"}
+    assert judge.beside_base is not None
+    assert set(judge.beside_base.seen) == {"code"}
     assert store.registry.unadapted() == {"code"}
     loop.trainer.last_id = 0
     store.replay.purge("code")
     loop.run_once()
-    assert not judge.standing.seen
+    assert not judge.beside_base.seen
