@@ -63,20 +63,21 @@ def entries(whole: Whole) -> list[Entry]:
 
 
 WHY = (
-    "What keeps domains from harm here is therefore less that each has an expert than that adapters are "
-    "withheld from domains of which nothing was learned yet. Whoever has experts knows the domains "
-    "apart and does that at once; one adapter needs the same router for it. Beyond these figures, each "
-    "expert can be pinned, taken back, exported or removed with its domain by itself, and [where "
-    "answers are sampled](experiments.md#what-sampled-answers-teach) and [where there are many "
+    "What keeps domains from harm here is therefore less that each has an expert than that domains are known "
+    "apart: adapters are withheld from a domain of which nothing was learned yet, and with the gate from one "
+    "that the draft base knows better. Whoever has experts has that at once; one adapter needs the same "
+    "router, and the same gate, for it. Beyond these figures, each expert can be pinned, taken back, exported "
+    "or removed with its domain by itself, and [where answers are "
+    "sampled](experiments.md#what-sampled-answers-teach) and [where there are many "
     "records](experiments.md#where-there-are-many-records) experts guess somewhat more."
 )
-
-
 AHEAD = (
     "**By these figures alone the default has not won**: it is behind {who}, which is surely better on some "
-    "patterns and worse on none. That was computed and not run, with one seed; what such an adapter does "
-    "without a gate where traffic is poisoned, or where an update goes wrong, is not measured. Until it is, "
-    "the default stays."
+    "patterns and worse on none."
+)
+STAYS = (
+    "Of those that harm nobody none is surely better than the default on one pattern without being worse on "
+    "another. So by this order of the two the default is what won."
 )
 
 
@@ -186,7 +187,7 @@ def _ahead(of: Sequence[Entry]) -> str:
         verdicts = {more["verdict"] for more in (*ends, *came) if more is not None}
         if "worse" in verdicts and "better" not in verdicts and not harmed(one, list(one.patterns)):
             found.append(f"*{one.kind}*")
-    return AHEAD.format(who=listed(found)) if found else ""
+    return AHEAD.format(who=listed(found)) if found else STAYS
 
 
 def _where(patterns: Sequence[str]) -> str:
