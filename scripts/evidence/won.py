@@ -66,8 +66,8 @@ WHY = (
     "What keeps domains from harm here is therefore less that each has an expert than that domains are known "
     "apart: adapters are withheld from a domain of which nothing was learned yet, and with the gate from one "
     "that the draft base knows better. Whoever has experts has that at once; one adapter needs the same "
-    "router, and the same gate, for it. Beyond these figures, each expert can be pinned, taken back, exported "
-    "or removed with its domain by itself, and [where answers are "
+    "router, and the same gate, for it. Beyond these figures, each expert can be pinned, taken back, "
+    "exported or removed with its domain by itself, and [where answers are "
     "sampled](experiments.md#what-sampled-answers-teach) and [where there are many "
     "records](experiments.md#where-there-are-many-records) experts guess somewhat more."
 )

@@ -73,10 +73,13 @@ METHOD_TEXT = """## How it was measured
   later requests show to be worse, and lets what an answer shows of the experts decide who drafts on
   (`selector = "evidence"`); here the router alone does.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The orders of [evidence-served](evidence-served.md) are of the present gate but for three, a
-  domain that nobody registered, a new domain from the middle on, and shares by Zipf's law; these and those of
-  [evidence-turns](evidence-turns.md) decide alike on what is published, but throw joint candidates away
-  sooner. All others were made with the forms that the gate had at their time, which publish
+  three. On [evidence-served](evidence-served.md) the traffic with a domain that the drafter was trained on is
+  of the present gate, which also counts
+  [what adapters do on new records](experiments.md#a-domain-that-the-drafter-knows) where it asks whether a
+  domain is better left to the draft base. The other orders there are of the gate before, three of them (a
+  domain that nobody registered, a new domain from the middle on, and shares by Zipf's law) of one that, like
+  that of [evidence-turns](evidence-turns.md), decides alike on what is published, but throws joint candidates
+  away sooner. All others were made with the forms that the gate had at their time, which publish
   [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
@@ -91,8 +94,8 @@ EQUAL_WEIGHTS = """\
   [evidence-served](evidence-served.md), 4 096 in all others. Lists count what the target held possible, a
   domain's share of the records is held out, and training goes on from candidates that do some harm
   ([what that changed](experiments.md#what-the-gate-threw-away)) in the same runs of
-  [evidence-served](evidence-served.md) as have the present gate (below); all other runs were made before
-  that, and before lists kept the tokens of earlier records.
+  [evidence-served](evidence-served.md) as have the present gate or the one before (below); all other runs
+  were made before that, and before lists kept the tokens of earlier records.
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
   [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic;

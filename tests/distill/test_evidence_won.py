@@ -144,5 +144,7 @@ def test_a_rival_that_harms_nobody_and_is_better_is_said_to_be_ahead() -> None:
     assert "has not won**: it is behind *one wide adapter* and" in told(
         *runs, made_up("steady", ONE, 0, [0.4, 0.5, 0.7])
     )
-    assert "has not won" not in told(*runs, made_up("steady", ONE, 0, [0.4, 0.5, 0.5]))
+    level = told(*runs, made_up("steady", ONE, 0, [0.4, 0.5, 0.5]))
+    assert "has not won" not in level
+    assert "the default is what won" in level
     assert "has not won" not in told(*runs, made_up("steady", ONE, 0, [0.4, 0.2, 0.7])), "it harms"
