@@ -157,9 +157,7 @@ class DistillLoop:
         return update
 
     def tend(self, on_step: OnStep | None = None) -> None:
-        """While no update is due, look at published versions again, when requests have come since.
-
-        Errors are caught as in `run_once`."""
+        """While no update is due, look at published versions again; errors are caught as in `run_once`."""
         try:
             newest = self.store.replay.last_id()
             if self.watch is not None and newest - self.watched >= LOOK_AGAIN:
@@ -239,6 +237,8 @@ class DistillLoop:
                 self.second_look.settled(candidates, verdicts, last_id)
             seconds = (time.monotonic() - began - self.waited) / len(candidates)
             versions = self._publish(candidates, verdicts)
+            if self.beside_base is not None and SHARED in versions:
+                self.beside_base.published(last_id)
         except BaseException as error:
             self._dropped(candidates)
             if not isinstance(error, MoedraftError) or not self._is_overtaken(verdicts):

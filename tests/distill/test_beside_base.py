@@ -15,12 +15,13 @@ from test_together import Records
 
 from moedraft.core import SHARED, Domain, ReplayRecord
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.judging.beside_base import MOST, BesideBase
+from moedraft.distill.judging.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.together import Options, decide_together
 from moedraft.distill.measuring.figures import Measured, expected_tokens
 from moedraft.distill.outlet import HomeOutlet
+from moedraft.storage import changes
 from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.store import Store
 
@@ -36,17 +37,19 @@ def learned(store: Store, *records: Sequence[ReplayRecord], **live: float) -> Be
     """With these records, from which live versions that add so much were trained."""
     for each in records:
         store.replay.add(list(each))
-    standing = BesideBase(Figures(by_tensors), store)
-    standing.gather()
-    for name, value in live.items():
+    looked = BesideBase(Figures(by_tensors), store)
+    looked.gather()
+    looked.base_hash = candidate(SHARED, 0.0).base_hash
+    for name, value in ({"shared": 0.0} | live).items():
         store.adapters.publish(candidate(name, value))
-    standing.published(candidate(SHARED, 0.0).base_hash)
-    return standing
+    looked.published(store.replay.last_id())
+    return looked
 
 
-def gains(standing: BesideBase) -> dict[str, tuple[int, float]]:
+def gains(looked: BesideBase) -> dict[str, tuple[int, float]]:
     """By domain: records, and tokens per step that the adapters give more than the base alone."""
-    return {name: (one.after.records, round(more(one), 2)) for name, one in standing.seen.items()}
+    found = {name: looked.seen(name) for name in ("code", "prose", SHARED)}
+    return {name: (one.after.records, round(more(one), 2)) for name, one in found.items() if one}
 
 
 def more(seen: Seen) -> float:
@@ -58,65 +61,110 @@ def more(seen: Seen) -> float:
 
 
 def test_what_serves_is_measured_beside_the_base_on_records_that_are_new_to_it(store: Store) -> None:
-    standing = learned(store, fresh(5), shared=0.1, code=-0.3)
-    standing.gather()
-    assert not standing.seen, "nothing came since"
+    looked = learned(store, fresh(5), shared=0.1, code=-0.3)
+    looked.gather()
+    assert not gains(looked), "nothing came since"
     held = [one for one in (record(300_000 + n) for n in range(200)) if is_held_out(one)][:3]
     new = fresh(6, first=200_000)
     store.replay.add([*new, *new[:2], *fresh(5)[:2], *held])
-    standing.gather()
-    assert gains(standing) == {"code": (6, -0.2)}, "each prompt once, none trained on, none held out"
-    standing.gather()
-    assert gains(standing) == {"code": (6, -0.2)}, "and no record twice"
+    looked.gather()
+    assert gains(looked) == {"code": (6, -0.2)}, "each prompt once, none trained on, none held out"
+    looked.gather()
+    assert gains(looked) == {"code": (6, -0.2)}, "and no record twice"
+
+
+def test_what_came_while_an_update_waited_and_was_trained_on_is_not_new(store: Store) -> None:
+    looked = learned(store, fresh(5), code=-0.2)
+    looked.gather()
+    store.replay.add(fresh(4, first=200_000))  # after `gather`, and before the update draws
+    store.adapters.publish(candidate(SHARED, 0.0, parent=1))
+    looked.published(store.replay.last_id())
+    store.replay.add(fresh(2, first=600_000))
+    looked.gather()
+    assert gains(looked) == {"code": (2, -0.2)}
 
 
 def test_a_domain_that_the_live_version_has_not_learned_says_nothing(store: Store) -> None:
-    standing = learned(store, fresh(5), fresh(2, "prose", 400_000), shared=0.1, code=0.1)
+    looked = learned(store, fresh(5), fresh(2, "prose", 400_000), shared=0.1, code=0.1)
+    known = store.replay.last_id()
     store.replay.add([*fresh(3, first=200_000), *fresh(4, "prose", 500_000)])
-    standing.gather()
-    assert gains(standing) == {"code": (3, 0.2)}
-    standing.published(candidate(SHARED, 0.0).base_hash)  # now it has
+    looked.gather()
+    assert gains(looked) == {"code": (3, 0.2)}
+    looked.published(known)  # what came since was not learned from
     store.replay.add(fresh(2, "prose", 600_000))
-    standing.gather()
-    assert gains(standing) == {"code": (3, 0.2), "prose": (2, 0.1)}
+    looked.gather()
+    assert gains(looked) == {"code": (3, 0.2)}
+    looked.published(store.replay.last_id())  # now it has
+    store.replay.add(fresh(2, "prose", 700_000))
+    looked.gather()
+    assert gains(looked) == {"code": (3, 0.2), "prose": (2, 0.1)}
+
+
+def test_after_a_restart_domains_with_a_version_are_measured_as_soon_as_the_base_is_known(
+    store: Store,
+) -> None:
+    learned(store, fresh(5), code=-0.2)
+    looked = BesideBase(Figures(by_tensors), store)
+    looked.gather()
+    looked.base_hash = candidate(SHARED, 0.0).base_hash
+    store.replay.add(fresh(2, first=200_000))
+    looked.gather()
+    assert gains(looked) == {"code": (2, -0.2)}
 
 
 def test_adapters_are_measured_while_the_base_serves_alone(store: Store) -> None:
     """Else they could never get their domain back."""
-    standing = learned(store, fresh(5), code=-0.2)
+    looked = learned(store, fresh(5), code=-0.2)
     store.registry.set_unadapted({"code"})
     store.replay.add(fresh(3, first=200_000))
-    standing.gather()
-    assert gains(standing) == {"code": (3, -0.2)}
+    looked.gather()
+    assert gains(looked) == {"code": (3, -0.2)}
 
 
 def test_the_newest_records_count_and_purged_ones_are_forgotten(store: Store) -> None:
-    standing = learned(store, fresh(5), code=-0.2)
-    store.replay.add(fresh(MOST + 4, first=200_000))
-    standing.gather()
+    looked = learned(store, fresh(5), code=-0.2)
+    store.replay.add(fresh(MOST_COUNTED + 4, first=200_000))
+    looked.gather()
     store.adapters.publish(candidate("code", 0.3, parent=1))
-    store.replay.add(fresh(MOST // 2, first=600_000))
-    standing.gather()
-    assert gains(standing) == {"code": (MOST, pytest.approx(0.05, abs=0.01))}
-    standing.forget()
-    assert not standing.seen
+    store.replay.add(fresh(MOST_COUNTED // 2, first=600_000))
+    looked.gather()
+    assert gains(looked) == {"code": (MOST_COUNTED, pytest.approx(0.05, abs=0.01))}
+    looked.forget()
+    assert not gains(looked)
+
+
+def test_what_was_seen_of_a_version_that_was_taken_back_counts_no_more(store: Store) -> None:
+    looked = learned(store, fresh(5), code=0.1)
+    store.replay.add(fresh(3, first=200_000))
+    looked.gather()
+    store.adapters.publish(candidate("code", -0.3, parent=1))
+    store.replay.add(fresh(4, first=600_000))
+    looked.gather()
+    assert gains(looked)["code"][0] == 7
+    changes.rollback(store, "code")
+    looked.gather()
+    assert gains(looked) == {"code": (3, 0.1)}
 
 
 def test_one_client_does_not_decide_who_stands_below_the_base(store: Store) -> None:
-    standing = learned(store, fresh(5), code=-0.2)
-    flood = [replace(one, source="flood") for one in fresh(12, first=200_000)]
-    store.replay.add([*[replace(one, source="others") for one in fresh(4, first=600_000)], *flood])
-    standing.gather()
-    assert gains(standing) == {"code": (8, -0.2)}
+    """Neither at once nor one after another."""
+    looked = learned(store, fresh(5), code=-0.2)
+    for first in (200_000, 300_000):
+        store.replay.add([replace(one, source="flood") for one in fresh(12, first=first)])
+        looked.gather()
+    store.replay.add([replace(one, source="others") for one in fresh(4, first=600_000)])
+    looked.gather()
+    assert gains(looked) == {"code": (8, -0.2)}
 
 
 def test_before_anything_was_published_nothing_is_measured(store: Store) -> None:
     figures = Figures(by_tensors)
-    standing = BesideBase(figures, store)
+    looked = BesideBase(figures, store)
+    looked.base_hash = candidate(SHARED, 0.0).base_hash
     store.replay.add(fresh(5))
-    standing.gather()
+    looked.gather()
     store.replay.add(fresh(5, first=200_000))
-    standing.gather()
+    looked.gather()
     assert not figures.asked
 
 
@@ -169,6 +217,23 @@ def test_what_was_seen_counts_for_adapters_and_not_for_the_base_itself() -> None
     assert plain.beside_static(one.old) == (static, one.old)
 
 
+def test_a_domain_gets_its_adapters_back_without_a_publication_where_they_are_better_again() -> None:
+    """Nothing is published, since nobody gains; the base serves `known` alone."""
+
+    def decided(gain: float) -> bool | None:
+        rng = np.random.default_rng(2)
+        others = {f"d{n}": replace(of_domain(rng, 0.1, 8, 8), new=None) for n in range(5)}
+        worse = {name: replace(one, old=Records(rng, 8).draft(-0.3)) for name, one in others.items()}
+        one = of_domain(rng, gain, 8, 12)
+        known = replace(one, before=one.static, new=None)
+        verdicts = decide_together({**worse, "known": known}, {}, SHARED)
+        assert not verdicts[SHARED].is_published
+        return verdicts["known"].unadapted if "known" in verdicts else None
+
+    assert decided(0.3) is False
+    assert decided(-0.3) in (True, None), "it stays with the base"
+
+
 class Harmed(Figures):
     """Adapters give more on prose, and less on code than the base."""
 
@@ -196,9 +261,10 @@ def test_a_trainers_loop_leaves_a_domain_to_the_base_by_its_new_records(store: S
     store.replay.add(fresh(12, first=800_000))
     loop.run_once()
     assert judge.beside_base is not None
-    assert set(judge.beside_base.seen) == {"code"}
+    assert judge.beside_base.seen("code") is not None
+    assert judge.beside_base.seen("prose") is None
     assert store.registry.unadapted() == {"code"}
     loop.trainer.last_id = 0
     store.replay.purge("code")
     loop.run_once()
-    assert not judge.beside_base.seen
+    assert judge.beside_base.seen("code") is None

@@ -10,27 +10,41 @@ a candidate does on held-out records (docs/experiments.md, "A domain that the dr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from moedraft.core import SHARED
 from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import Seen
+from moedraft.distill.judging.held_out import LEAST_JUDGED
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure
 from moedraft.distill.single.trainer import domains_taught
+from moedraft.storage.retention.shares import Held, of_many
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Weights
 
-MOST = 16  # newest records of a domain that count, since versions change
+MOST_COUNTED = 16  # newest records of a domain that count, since versions change
+Versions = tuple[int, int]  # of the shared adapter and of the domain's own; 0: none
+
+
+@dataclass(frozen=True)
+class SeenRecord:
+    """One record, measured under the base alone and under the adapters that were live."""
+
+    record: Held
+    versions: Versions
+    figures: Seen
 
 
 class BesideBase:
-    """The standings of one home's domains. It reads storage and writes nothing; a restart forgets them."""
+    """What was seen in one home. It reads storage and writes nothing; a restart forgets it."""
 
     def __init__(self, measure: Measure, store: Store) -> None:
         self.measure, self.store = measure, store
-        self.seen: dict[str, Seen] = {}  # by domain, the base alone and the adapters that were live
+        self.base_hash = ""  # of the draft base that is trained on; nothing is measured before it is known
+        self._rows: dict[str, list[SeenRecord]] = {}  # by domain, oldest first
         self._learned: set[str] = set()  # the domains that the live version has learned
-        self._base_hash = ""  # of the draft base that it was trained on
-        self._last_id = 0  # the newest record that there was when an update began
+        self._last_id = 0  # the newest record that the live version may have been trained on, or was measured
 
     def gather(self, on_batch: Callable[[], None] = lambda: None) -> None:
         """Measure what is live on the records that came since the last update began.
@@ -38,34 +52,63 @@ class BesideBase:
         Whoever serves a domain now, its adapters are measured, so that it can get them back.
         """
         before, self._last_id = self._last_id, self.store.replay.last_id()
-        if not self._learned or before == self._last_id:
+        live = {one.domain: one.version for one in self.store.registry.versions() if one.state == "live"}
+        self._drop_withdrawn(live)
+        learned = self._learned | set(live) - {SHARED}
+        if not self.base_hash or SHARED not in live or before == self._last_id:
             return
-        records = self.store.replay.records(limit=REMEMBERED)
-        known = {prompt_of(record) for record in records if record.id <= before}
-        new = fresh_records(self.store, before + 1, known, self._learned.__contains__)
-        for domain, found in new.items():
-            loaded = {one: self.store.adapters.load_live(one, self._base_hash) for one in (SHARED, domain)}
-            live = {name: one[1] if one else None for name, one in loaded.items()}
-            base = self.measure(dict.fromkeys(live), domain, found, on_batch)
-            pair = Seen(base, self.measure(live, domain, found, on_batch))
-            self.seen[domain] = _added(self.seen.get(domain), pair)
+        known = {prompt_of(one) for one in self.store.replay.records(limit=REMEMBERED) if one.id <= before}
+        shared = self._load(SHARED)
+        for domain, records in fresh_records(self.store, before + 1, known, learned.__contains__).items():
+            records.sort(key=lambda record: record.id)
+            serving = {SHARED: shared, domain: self._load(domain)}
+            base = self.measure(dict.fromkeys(serving), domain, records, on_batch)
+            adapted = self.measure(serving, domain, records, on_batch)
+            versions = live[SHARED], live.get(domain, 0)
+            self._rows.setdefault(domain, []).extend(
+                SeenRecord(
+                    Held(one.id, one.source, one.pinned),
+                    versions,
+                    Seen(_single(base, i), _single(adapted, i)),
+                )
+                for i, one in enumerate(records)
+            )
+            del self._rows[domain][: -2 * MOST_COUNTED]
 
-    def published(self, base_hash: str) -> None:
-        """A version that was trained on this draft base will serve, with all that it has learned."""
-        self._base_hash = base_hash
-        self._learned |= domains_taught(self.store.replay.records(limit=REMEMBERED), FEW) - {SHARED}
+    def seen(self, domain: str) -> Seen | None:
+        """The base alone, and the adapters, on the domain's newest records, as many of a client as of all
+        others; None where there are none.
+        """
+        rows = {row.record.id: row.figures for row in self._rows.get(domain, ())}
+        held = [row.record for row in reversed(self._rows.get(domain, []))]
+        chosen = [rows[number] for number in of_many(held, MOST_COUNTED, LEAST_JUDGED)]
+        if not chosen:
+            return None
+        return Seen(joined([one.before for one in chosen]), joined([one.after for one in chosen]))
+
+    def published(self, last_id: int) -> None:
+        """A new version serves, which may have been trained on records up to `last_id`."""
+        self._last_id = max(self._last_id, last_id)
+        known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
+        self._learned |= domains_taught(known, FEW) - {SHARED}
 
     def forget(self) -> None:
         """Forget all figures, since records were purged."""
-        self.seen.clear()
+        self._rows.clear()
+        self._learned.clear()
+
+    def _drop_withdrawn(self, live: dict[str, int]) -> None:
+        """Drop what was seen of versions that were taken back."""
+        for domain, rows in self._rows.items():
+            now = live.get(SHARED, 0), live.get(domain, 0)
+            rows[:] = [row for row in rows if row.versions[0] <= now[0] and row.versions[1] <= now[1]]
+
+    def _load(self, name: str) -> Weights | None:
+        found = self.store.adapters.load_live(name, self.base_hash)
+        return found[1] if found else None
 
 
-def _added(seen: Seen | None, new: Seen) -> Seen:
-    parts = [new] if seen is None else [seen, new]
-    return Seen(_newest([one.before for one in parts]), _newest([one.after for one in parts]))
-
-
-def _newest(parts: list[Measured]) -> Measured:
-    whole = joined(parts)
-    chances = None if whole.chances is None else whole.chances[-MOST:]
-    return Measured(whole.counts[-MOST:], None, chances)
+def _single(measured: Measured, index: int) -> Measured:
+    """The figures of one record."""
+    part = slice(index, index + 1)
+    return Measured(measured.counts[part], None, None if measured.chances is None else measured.chances[part])

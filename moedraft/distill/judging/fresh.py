@@ -1,4 +1,4 @@
-"""Records that came since an update and that nobody has been trained on, to measure adapters by."""
+"""Records that came since an update and that no adapter has been trained on, to measure adapters by."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class Judge:
         kept = {name: self._kept_before(one) for name, one in made.items()}
         if SHARED in made:
             verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
-            if self.beside_base is not None and verdicts[SHARED].is_published:
-                self.beside_base.published(made[SHARED].base_hash)
+            if self.beside_base is not None:
+                self.beside_base.base_hash = made[SHARED].base_hash
         else:
             verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
         for name, one in made.items():
@@ -139,7 +139,7 @@ class Judge:
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
-            stood = self.beside_base.seen.get(name) if self.beside_base else None
+            stood = self.beside_base.seen(name) if self.beside_base else None
             base = static if self._may_stand_aside(case, stood) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None

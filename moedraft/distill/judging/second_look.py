@@ -38,6 +38,7 @@ class Line:
     prompts: set[int] = field(default_factory=set)  # hashes of those trained on or measured: they are not new
     learned: set[str] = field(default_factory=set)  # domains that these candidates have learned
     seen: dict[str, Seen] = field(default_factory=dict)  # by domain
+    aside: frozenset[str] = frozenset()  # the domains that the base alone served when they were seen
 
 
 class SecondLook:
@@ -72,7 +73,10 @@ class SecondLook:
             if self._is_broken(name, line):
                 del self._lines[name]
                 continue
-            last_id = self.store.replay.last_id()
+            last_id, aside = self.store.replay.last_id(), self.store.registry.unadapted()
+            for domain in aside ^ line.aside:  # what served is another now
+                line.seen.pop(domain, None)
+            line.aside = aside
             for domain, records in self._new(name, line).items():
                 before, after = self._pair(line.made, domain)
                 found = [self.measure(serving, domain, records, on_batch) for serving in (before, after)]

@@ -8,11 +8,13 @@ If a domain would almost surely be worse off with any of these, nothing is publi
 not published is trained on, also where it does some harm (`gate.patient`).
 
 Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
-base without any adapter. A domain that stands below that gets no new version, and its expert is taken from it
-where it is better off without one. If every adapter that a published update could give a domain is probably
-worse than the base, the base alone drafts for that domain, where the drafter can do so; the next published
-update decides anew. "Probably" is likelier than not, less than a publication asks for: with the base alone no
-domain stands below it.
+base without any adapter. A domain that stands below that gets no new version, and its expert is taken from
+it where it is better off without one. If every adapter that a published update could give a domain is
+probably worse than the base, the base alone drafts for that domain, where the drafter can do so; the next
+published update decides anew. For this question alone, what the adapters that served did on new records
+counts too (`beside_base`); where nothing is published, a domain goes to the base if it likely stands below
+it, and gets its adapters back if by these records they probably do not. "Probably" is likelier than not,
+less than a publication asks for: with the base alone no domain stands below it.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 10 % of updates pass, with a loss of .03 tokens per step
@@ -78,6 +80,11 @@ class Options:
         """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
         return {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind] or self.old
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether the base alone serves now, and something was seen of what the live adapters would do."""
+        return self.stood is not None and self.before is self.static
+
     def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
         """The draft base alone and `after`, with what adapters that served before have shown beside it."""
         static = self.static or self.before
@@ -137,14 +144,15 @@ def decide_together(
         choice, goes = choices[name], whole.decision == "promote"
         below = options.base is not None and is_below(standing[name], LIKELY_HARM)
         aside = choice.kind == "base" if goes else below
-        if options.new is not None or aside or (choice.kind == "none" and goes):
+        back = not goes and options.is_aside and not is_below(standing[name], HARMFUL)
+        if options.new is not None or aside or back or (choice.kind == "none" and goes):
             before = kept.get(name, 0)
             found = bounded(_of_expert(options, choice, prospects[name], whole), before)
             if aside and not goes:
                 found = replace(found, reason=found.reason or f"{BELOW}, which serves it from now on.")
             if whole.decision != "discard":  # else the expert's weights go with those of the shared adapter
                 found = patient(found, before)
-            verdicts[name] = replace(found, unadapted=aside if goes else aside or None)
+            verdicts[name] = replace(found, unadapted=aside if goes or back else aside or None)
     return verdicts
 
 
@@ -221,7 +229,10 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
         afters = [options.of(kind) for options in domains.values()]
         gains = estimates([options.before for options in domains.values()], afters)
         statics = estimates([options.static or options.before for options in domains.values()], afters)
-        besides = _besides(domains, afters)
+        pairs = [
+            options.beside_static(after) for options, after in zip(domains.values(), afters, strict=True)
+        ]
+        besides = _compared(pairs)
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
                 known = options.static is not None
@@ -231,13 +242,19 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
 
 
 def _standing(domains: Mapping[str, Options]) -> dict[str, GainEstimate]:
-    """By domain, the gain over the draft base alone of what serves now."""
-    found = _besides(domains, [options.before for options in domains.values()])
+    """By domain, the gain over the draft base alone of what serves now, or of what could serve again."""
+    found = _compared([_now(options) for options in domains.values()])
     return dict(zip(domains, found, strict=True))
 
 
-def _besides(domains: Mapping[str, Options], afters: Sequence[Measured]) -> list[GainEstimate]:
-    pairs = [options.beside_static(after) for options, after in zip(domains.values(), afters, strict=True)]
+def _now(options: Options) -> tuple[Measured, Measured]:
+    stood = options.stood
+    return (
+        (stood.before, stood.after) if stood and options.is_aside else options.beside_static(options.before)
+    )
+
+
+def _compared(pairs: Sequence[tuple[Measured, Measured]]) -> list[GainEstimate]:
     return estimates([static for static, _ in pairs], [after for _, after in pairs])
 
 
