@@ -73,8 +73,8 @@ METHOD_TEXT = """## How it was measured
   later requests show to be worse, and lets what an answer shows of the experts decide who drafts on
   (`selector = "evidence"`); here the router alone does.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. On [evidence-served](evidence-served.md) the traffic with a domain that the drafter was trained on is
-  of the present gate, which also counts
+  three. On [evidence-served](evidence-served.md) the default's runs of the steady mix, and of the one with a
+  domain that the drafter was trained on, have the present gate, which also counts
   [what adapters do on new records](experiments.md#a-domain-that-the-drafter-knows) where it asks whether a
   domain is better left to the draft base. The other orders there are of the gate before, three of them (a
   domain that nobody registered, a new domain from the middle on, and shares by Zipf's law) of one that, like
