@@ -228,11 +228,12 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
     for kind in KINDS:
         afters = [options.of(kind) for options in domains.values()]
         gains = estimates([options.before for options in domains.values()], afters)
-        statics = estimates([options.static or options.before for options in domains.values()], afters)
-        pairs = [
-            options.beside_static(after) for options, after in zip(domains.values(), afters, strict=True)
+        held = [
+            (one.static or one.before, after) for one, after in zip(domains.values(), afters, strict=True)
         ]
-        besides = _compared(pairs)
+        pairs = [one.beside_static(after) for one, after in zip(domains.values(), afters, strict=True)]
+        statics = _compared(held)
+        besides = _compared(pairs) if any(one.stood for one in domains.values()) else statics
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
                 known = options.static is not None
