@@ -33,7 +33,7 @@ ROOMS = {
     "distill/lora": (4, 420),
     "distill/text": (7, 600),
     "distill/single": (3, 460),
-    "distill/judging": (12, 1500),
+    "distill/judging": (12, 1502),
     "distill/measuring": (4, 290),
     "distill/memory": (3, 300),
     "distill/pace": (5, 320),

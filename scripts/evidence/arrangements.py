@@ -83,6 +83,11 @@ SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
 ONE_WIDE, ONE_WIDE_GATED = "mixed-replay:wide", "mixed-replay+gate:wide"
 WITHHELD, WITHHELD_GATED = f"{ONE_WIDE}:withheld", f"{ONE_WIDE_GATED}:withheld"
+OF_WITHHELD = {
+    WITHHELD: ONE_WIDE,
+    WITHHELD_GATED: ONE_WIDE_GATED,
+}  # the same, serving everybody
+WIDE_RIVALS = (*OF_WITHHELD.values(), *OF_WITHHELD)  # of the default
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 SERVED_EQUAL_COST = "joint+gate:wide:equal-cost"
 _ALL = (
@@ -180,7 +185,7 @@ ARRANGEMENTS = _RUN | {
         title=_RUN[rival].title.replace(", further", ", withheld from new domains, further"),
         withheld=True,
     )
-    for rival, name in ((ONE_WIDE, WITHHELD), (ONE_WIDE_GATED, WITHHELD_GATED))
+    for name, rival in OF_WITHHELD.items()
 }
 MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
 ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
@@ -195,6 +200,7 @@ FURTHER = (
     "joint:wide",
     SERVED,
 )
+TABLED_FURTHER = (*FURTHER[:-1], *OF_WITHHELD, SERVED)  # the default comes last
 
 
 def at_full_strength(name: str) -> Arrangement:

@@ -12,12 +12,9 @@ from evidence.arrangements import (
     GATED,
     ONE_ADAPTER,
     ONE_GATED,
-    ONE_WIDE,
-    ONE_WIDE_GATED,
     SERVED,
     STATIC,
-    WITHHELD,
-    WITHHELD_GATED,
+    WIDE_RIVALS,
 )
 from evidence.figures import Compared, Found, Rows, Runs, compared_in_json, first_guesses, in_json
 from evidence.streams import ONLY, POISONED, title_of
@@ -25,7 +22,7 @@ from evidence.words import DASH, difference, number, table
 from moedraft.showcase.findings.estimates import change, ratio
 
 UNGATED = "joint:wide"
-RIVALS = (ONE_WIDE, ONE_WIDE_GATED, WITHHELD, WITHHELD_GATED, UNGATED)  # of the default
+RIVALS = (*WIDE_RIVALS, UNGATED)  # of the default
 SHOWN = (STATIC, ONE_ADAPTER, ONE_GATED, GATED, *RIVALS, SERVED)
 # What a row is compared with.
 DEFAULT = {

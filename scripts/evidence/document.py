@@ -12,20 +12,18 @@ from typing import Any
 from evidence import aims, came, costs, decisions, growth, lows, missing, moves, paper, restarts, served, won
 from evidence.arrangements import (
     ARRANGEMENTS,
-    FURTHER,
     GATED,
     JOINT,
     ONLINE,
     ONLINE_GATED,
-    SERVED,
     STATIC,
     TABLED,
+    TABLED_FURTHER,
 )
 from evidence.figures import Runs
 from evidence.parts import PARTS
 from evidence.streams import ONLY, POISONED, heading_of, title_of
 from evidence.summary import summary
-from evidence.withheld import RUNS
 from evidence.words import (
     COMMANDS,
     DASH,
@@ -276,7 +274,7 @@ def row(of: Whole, name: str) -> list[str]:
 
 def by_domain(of: Whole) -> str:
     """By domain, what was gained on static."""
-    learners = (*TABLED, *FURTHER[:-1], *RUNS, SERVED)
+    learners = (*TABLED, *TABLED_FURTHER)
     names = [name for name in learners if name in of and name != STATIC and of[name]["gain"] is not None]
     if not names:
         return ""

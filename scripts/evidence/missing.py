@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from evidence.arrangements import ARRANGEMENTS, FURTHER, SERVED, STATIC, TABLED, TAUGHT
+from evidence.arrangements import ARRANGEMENTS, FURTHER, OF_WITHHELD, SERVED, STATIC, TABLED, TAUGHT
 from evidence.streams import ONLY, ORDERS, POISONED, title_of
-from evidence.withheld import RUNS
 from evidence.words import listed
 
 Whole = dict[str, Any]
@@ -72,7 +71,7 @@ def holes(whole: Whole) -> list[str]:
     """Arrangements that were run with some of the traffic here, but not with all of it."""
     run = [name for name in ORDERS if name in whole["patterns"] and name not in POISONED]
     titles: dict[str, list[str]] = {}  # by where they were run
-    for name in dict.fromkeys((*TABLED, *FURTHER, *RUNS)):
+    for name in dict.fromkeys((*TABLED, *FURTHER, *OF_WITHHELD)):
         there = [pattern for pattern in run if name in whole["patterns"][pattern]]
         if name != SERVED and 0 < len(there) < len(run):  # of that one see `served`
             titles.setdefault(_where(there, run), []).append(ARRANGEMENTS[name].title)

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evidence.arrangements import (
-    ARRANGEMENTS,
-    MAIN,
-    ONE_WIDE,
-    ONE_WIDE_GATED,
-    SERVED,
-    STATIC,
-    WITHHELD,
-    WITHHELD_GATED,
-)
+from evidence.arrangements import ARRANGEMENTS, MAIN, SERVED, STATIC, WIDE_RIVALS
 from evidence.streams import title_of
 from evidence.words import DASH, NOT_MEASURED, difference, how_many, listed, table, waits
 
@@ -75,7 +66,7 @@ def _has_newer(whole: Whole) -> bool:
 
 
 def _learners(of: Whole) -> list[str]:
-    some = (*MAIN, ONE_WIDE, ONE_WIDE_GATED, WITHHELD, WITHHELD_GATED, SERVED)
+    some = (*MAIN, *WIDE_RIVALS, SERVED)
     return [name for name in some if name in of and name not in (STATIC, "offline")]
 
 

@@ -16,8 +16,7 @@ from evidence.arrangements import (
     SERVED,
     SERVED_EQUAL_COST,
     STATIC,
-    WITHHELD,
-    WITHHELD_GATED,
+    TABLED_FURTHER,
 )
 from evidence.streams import ONLY, title_of
 from evidence.words import (
@@ -57,7 +56,6 @@ OLDER = (
     "runs with gate of prompts whose second half is of another domain. All other such runs with gate in this "
     "table were made before the rule."
 )
-DEFAULTS = (SERVED, SERVED_EQUAL_COST)
 NARROW = "joint+gate:further"
 
 
@@ -183,7 +181,7 @@ def part(whole: Whole) -> str:
     for pattern, of in whole["patterns"].items():
         if pattern.startswith(ONLY) or not any(name in of for name in FURTHER):
             continue
-        for name in (STATIC, GATED, *FURTHER[:-1], WITHHELD, WITHHELD_GATED, *DEFAULTS, "offline"):
+        for name in (STATIC, GATED, *TABLED_FURTHER, SERVED_EQUAL_COST, "offline"):
             if name in of:
                 rows.append([title_of(pattern), *_row(of, name)])
     if not rows:

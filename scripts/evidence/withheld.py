@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from evidence.arrangements import ONE_WIDE, ONE_WIDE_GATED, STATIC, WITHHELD, WITHHELD_GATED
+from evidence.arrangements import OF_WITHHELD, STATIC
 from evidence.figures import Found, Runs
 from moedraft.core import SHARED
 from moedraft.distill.judging.judge import TAUGHT
 
-RUNS = {WITHHELD: ONE_WIDE, WITHHELD_GATED: ONE_WIDE_GATED}  # such as were run, and of whom they are
-RIVALS = tuple(RUNS.values())
+RIVALS = tuple(OF_WITHHELD.values())
 SERVES = ("publish", "promote", "along")  # decisions on the shared adapter after which a version serves
 
 
@@ -31,15 +30,15 @@ def runs_of(runs: Runs) -> Runs:
     """
     found: list[Found] = []
     done = {
-        (pattern, RUNS[name], seed)
+        (pattern, OF_WITHHELD[name], seed)
         for (pattern, name), by_seed in runs.by_name.items()
         for seed in by_seed
-        if name in RUNS
+        if name in OF_WITHHELD
     }
     for (pattern, name), by_seed in runs.by_name.items():
         for seed, run in by_seed.items():
-            if name in RUNS:
-                found.append({**run, "arrangement": RUNS[name]})
+            if name in OF_WITHHELD:
+                found.append({**run, "arrangement": OF_WITHHELD[name]})
             elif name not in RIVALS:
                 found.append(run)
             elif (pattern, name, seed) in done:
@@ -51,7 +50,8 @@ def runs_of(runs: Runs) -> Runs:
 
 def how_many_run(runs: Runs, pattern: str, rival: str) -> int:
     """Of this rival's runs where it is withheld so, how many were run and not computed."""
-    return sum(len(runs.by_name.get((pattern, name), {})) for name, other in RUNS.items() if other == rival)
+    names = [name for name, other in OF_WITHHELD.items() if other == rival]
+    return sum(len(runs.by_name.get((pattern, name), {})) for name in names)
 
 
 def _withheld(run: Found, still: Found) -> dict[str, Any]:

@@ -76,8 +76,9 @@ class BesideBase:
             del self._rows[domain][: -2 * MOST_COUNTED]
 
     def seen(self, domain: str) -> Seen | None:
-        """The base alone, and the adapters, on the domain's newest records, as many of a client as of all
-        others; None where there are none.
+        """The base alone and the adapters on the domain's newest records; None where none were measured.
+
+        One client gives no more of them than all others together.
         """
         rows = {row.record.id: row.figures for row in self._rows.get(domain, ())}
         held = [row.record for row in reversed(self._rows.get(domain, []))]

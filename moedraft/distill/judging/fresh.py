@@ -19,7 +19,7 @@ REMEMBERED = 512  # of the newest records that an update knew of, those whose pr
 def fresh_records(
     store: Store, first: int, known: set[int], concerns: Callable[[str], bool]
 ) -> dict[str, list[ReplayRecord]]:
-    """The records from id `first` on, by domain, one of each prompt, as many of a client as of all others.
+    """The records from id `first` on, by domain, one of each prompt; of a client no more than of all others.
 
     known: hashes of prompts that are not new; those that are found are added. concerns: whether records of a
     domain are wanted. None are held out: by these the next candidate is judged itself.

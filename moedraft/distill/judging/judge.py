@@ -146,7 +146,9 @@ class Judge:
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
             share = traffic[name]
-            options[name] = Options(before, new, old, None, static, share, base, seen.get(name), stood)
+            options[name] = Options(
+                before, new, old, None, static, share, base, seen.get(name), stood, name in unadapted
+            )
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})

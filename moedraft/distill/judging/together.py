@@ -70,7 +70,8 @@ class Options:
     share: float = 1.0  # of the traffic, in any unit
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
     seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
-    stood: Seen | None = None  # the draft base alone, and adapters that served before, on other records
+    stood: Seen | None = None  # the draft base alone, and adapters that were live before, on other records
+    aside: bool = False  # whether the base alone serves now, so that `before` is `static`
 
     def kinds(self) -> list[Kind]:
         """What the domain can have, in the order in which it is wanted."""
@@ -80,15 +81,10 @@ class Options:
         """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
         return {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind] or self.old
 
-    @property
-    def is_aside(self) -> bool:
-        """Whether the base alone serves now, and something was seen of what the live adapters would do."""
-        return self.stood is not None and self.before is self.static
-
     def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
-        """The draft base alone and `after`, with what adapters that served before have shown beside it."""
+        """The draft base alone, and adapters that do as `after` says, with what earlier ones have shown."""
         static = self.static or self.before
-        if self.stood is None or after is static or after is self.base:
+        if self.stood is None:
             return static, after
         return joined([static, self.stood.before]), joined([after, self.stood.after])
 
@@ -144,7 +140,8 @@ def decide_together(
         choice, goes = choices[name], whole.decision == "promote"
         below = options.base is not None and is_below(standing[name], LIKELY_HARM)
         aside = choice.kind == "base" if goes else below
-        back = not goes and options.is_aside and not is_below(standing[name], HARMFUL)
+        seen = options.aside and options.stood is not None
+        back = not goes and seen and not is_below(standing[name], HARMFUL)
         if options.new is not None or aside or back or (choice.kind == "none" and goes):
             before = kept.get(name, 0)
             found = bounded(_of_expert(options, choice, prospects[name], whole), before)
@@ -228,12 +225,10 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
     for kind in KINDS:
         afters = [options.of(kind) for options in domains.values()]
         gains = estimates([options.before for options in domains.values()], afters)
-        held = [
-            (one.static or one.before, after) for one, after in zip(domains.values(), afters, strict=True)
-        ]
-        pairs = [one.beside_static(after) for one, after in zip(domains.values(), afters, strict=True)]
-        statics = _compared(held)
-        besides = _compared(pairs) if any(one.stood for one in domains.values()) else statics
+        statics = _compared([(one.static or one.before, after) for one, after in _pairs(domains, afters)])
+        besides = statics
+        if kind != "base" and any(one.stood for one in domains.values()):
+            besides = _compared([one.beside_static(after) for one, after in _pairs(domains, afters)])
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
                 known = options.static is not None
@@ -243,16 +238,20 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
 
 
 def _standing(domains: Mapping[str, Options]) -> dict[str, GainEstimate]:
-    """By domain, the gain over the draft base alone of what serves now, or of what could serve again."""
-    found = _compared([_now(options) for options in domains.values()])
-    return dict(zip(domains, found, strict=True))
+    """By domain, the gain over the draft base alone of what serves now, or of adapters that could again."""
+    return dict(zip(domains, _compared([_now(one) for one in domains.values()]), strict=True))
 
 
 def _now(options: Options) -> tuple[Measured, Measured]:
-    stood = options.stood
-    return (
-        (stood.before, stood.after) if stood and options.is_aside else options.beside_static(options.before)
-    )
+    """The draft base alone, and the live adapters, whether these serve or not."""
+    if not options.aside:
+        return options.beside_static(options.before)
+    seen = options.stood or Seen(options.before, options.before)
+    return seen.before, seen.after
+
+
+def _pairs(domains: Mapping[str, Options], afters: Sequence[Measured]) -> list[tuple[Options, Measured]]:
+    return list(zip(domains.values(), afters, strict=True))
 
 
 def _compared(pairs: Sequence[tuple[Measured, Measured]]) -> list[GainEstimate]:

@@ -186,7 +186,7 @@ class TrainerSupervisor:
         self._set(learning=LearningState(LearningKind.STOPPED))
 
     def _claimed(self) -> tuple[str, bool]:
-        """As `_live`, unless another trainer learns for the home; and whether that was not so."""
+        """Why the trainer ended, as `_live`, and True; or that another one learns for the home, and False."""
         try:
             with learning_for(self._settings.home):
                 return self._live(), True
