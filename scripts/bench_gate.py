@@ -26,7 +26,8 @@ from evidence.running import Served
 from moedraft.core import SHARED
 from moedraft.distill.judging.gate import Verdict, compare
 from moedraft.distill.judging.judge import Judge
-from moedraft.distill.judging.together import Options, shares_of
+from moedraft.distill.judging.options import Options
+from moedraft.distill.judging.together import shares_of
 from moedraft.distill.measuring.figures import Measured, expected_tokens, joined
 from moedraft.distill.measuring.remembered import Remembered
 from moedraft.storage.versions.candidate import Candidate

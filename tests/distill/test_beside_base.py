@@ -18,7 +18,8 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.judging.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.judge import Judge
-from moedraft.distill.judging.together import Options, decide_together
+from moedraft.distill.judging.options import Options
+from moedraft.distill.judging.together import decide_together
 from moedraft.distill.measuring.figures import Measured, expected_tokens
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.storage import changes
@@ -244,6 +245,12 @@ class Harmed(Figures):
 
     def __call__(self, *given: object, **named: object) -> Measured:
         return replace(super().__call__(*given, **named), loss=0.1)  # type: ignore[arg-type]
+
+
+def test_the_reason_counts_what_was_seen_beside_the_base() -> None:
+    found = decide_together(home(np.random.default_rng(0), 0.15, 10), {}, SHARED)["known"]
+    assert found.unadapted
+    assert (found.reason or "").endswith(" -0.12 tokens per step, by 12 of its records."), "two are held out"
 
 
 def test_a_trainers_loop_leaves_a_domain_to_the_base_by_its_new_records(store: Store) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from moedraft.distill.judging.alone import decide_alone
 from moedraft.distill.judging.gate import MOST_KEPT, RISEN, WORSE, Verdict, compare
+from moedraft.distill.judging.options import Options
 from moedraft.distill.judging.shrinkage import estimates
 from moedraft.distill.judging.together import (
     LARGEST_SHARE,
-    Options,
     decide_together,
     in_doubt,
     shares_of,
@@ -351,6 +351,7 @@ def test_the_reason_is_told_why_the_base_serves() -> None:
     assert found.unadapted
     assert found.reason is not None
     assert found.reason.startswith("The domain would probably stand below the draft without any adapter")
+    assert found.reason.endswith(" tokens per step, by 30 of its records.")
 
 
 def test_an_expert_that_is_better_than_the_base_comes_before_it() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -21,10 +23,12 @@ from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
+from moedraft.distill.judging.beside_base import BesideBase
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.measuring.measures import JointMeasure
 from moedraft.distill.memory import snapshot
+from moedraft.distill.memory.of_gate import OfGate
 from moedraft.distill.memory.snapshot import _unpacked
 from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.outlet import HomeOutlet
@@ -296,11 +300,102 @@ def test_the_gate_goes_on_counting_what_it_has_kept(home: Home) -> None:
     """So that a line which shows nothing ends, however often the trainer is started again."""
     home.trainer.update()
     memory = TrainerMemory(home.store.home.path, home.store.registry)
-    memory.keep(home.trainer, 0, {SHARED: (0, 4), "sql": (0, 3)})
+    memory.keep(home.trainer, 0, OfGate(kept={SHARED: (0, 4), "sql": (0, 3)}))
     loop = a_loop(home, a_trainer(home))
     loop.judge = judge = Judge(JointMeasure(loop.trainer, 3), home.store)
     loop.resume()
     assert judge.kept == {SHARED: (0, 4)}
+
+
+def judged(home: Home, decision: Any = "promote", depth: int = 3) -> tuple[JointLoop, BesideBase]:
+    """A loop after a restart whose gate measures adapters beside the base, but decides as is said here."""
+    loop = a_loop(home, a_trainer(home))
+    judge = OneDecision(JointMeasure(loop.trainer, depth), home.store, base_serves=True)
+    judge.decision = decision
+    loop.judge, loop.beside_base = judge, judge.beside_base
+    loop.resume()
+    assert loop.beside_base is not None
+    return loop, loop.beside_base
+
+
+class OneDecision(Judge):
+    decision: Any
+
+    def __call__(self, candidates: Any, on_batch: Any = None) -> dict[str, Verdict]:
+        assert self.beside_base is not None
+        self.beside_base.base_hash = candidates[0].base_hash
+        return {one.expert: Verdict(self.decision) for one in candidates}
+
+
+def figures_of(beside: BesideBase, depth: int | None = None) -> dict[str, Any]:
+    found = {name: beside.seen(name, depth) for name in ("code", "prose")}
+    return {
+        name: [(one.counts.tolist(), one.chances.tolist()) for one in (seen.before, seen.after)]
+        for name, seen in found.items()
+        if seen is not None and seen.before.chances is not None and seen.after.chances is not None
+    }
+
+
+def seen_beside(home: Home) -> BesideBase:
+    """What a trainer has seen that has ended: two updates, and between them new records of both domains."""
+    loop, beside = judged(home)
+    loop.run_once(SHARED)
+    home.put({"code": 8, "prose": 8}, 300)
+    loop.run_once(SHARED)
+    assert set(figures_of(beside)) == {"code", "prose"}
+    loop.end()
+    return beside
+
+
+def test_how_adapters_stood_beside_the_base_is_known_after_a_restart(home: Home) -> None:
+    before = seen_beside(home)
+    loop, after = judged(home)
+    assert figures_of(after) == figures_of(before)
+    assert after.learned == before.learned == {"code", "prose"}
+    ids = {row.record.id for rows in after.rows.values() for row in rows}
+    home.put({"code": 8, "prose": 8}, 500)
+    loop.run_once(SHARED)
+    assert {row.record.id for rows in after.rows.values() for row in rows} > ids, "and it goes on at once"
+    assert all(len({row.record.id for row in rows}) == len(rows) for rows in after.rows.values())
+
+
+def test_without_a_file_new_records_are_measured_at_once(home: Home) -> None:
+    seen_beside(home)
+    trainer_file.remove(home.store.home.path)
+    loop, beside = judged(home)
+    assert not beside.rows
+    home.put({"code": 8}, 500)
+    loop.run_once(SHARED)
+    assert set(figures_of(beside)) == {"code"}
+
+
+def test_records_that_are_measured_anew_count_once(home: Home) -> None:
+    """As where an update failed after they were measured, and the process ended."""
+    loop, beside = judged(home)
+    loop.run_once(SHARED)
+    home.put({"code": 8}, 300)
+    beside.gather()
+    loop.end()
+    count = len(beside.rows["code"])
+    loop, beside = judged(home)
+    assert not beside.rows["code"]
+    beside.gather()
+    assert len(beside.rows["code"]) == count > 0
+
+
+def test_what_was_seen_of_an_expert_that_was_taken_back_is_dropped(home: Home) -> None:
+    seen_beside(home)
+    changes.rollback(home.store, "code")
+    _, beside = judged(home)
+    assert set(figures_of(beside)) == {"prose"}
+
+
+def test_figures_of_another_draft_length_do_not_count(home: Home) -> None:
+    """They cannot be added to those that the gate measures now."""
+    seen_beside(home)
+    _, beside = judged(home, depth=2)
+    assert figures_of(beside, 3)
+    assert not figures_of(beside, 2)
 
 
 @pytest.mark.parametrize("other", ["target", "gate"])
@@ -356,6 +451,12 @@ def spoilt(path: Path, how: str) -> None:
             next(t for name, t in tensors.items() if name.endswith("weight")).fill_(torch.inf)
         elif how == "another layer":
             tensors["code/elsewhere/a/weight"] = torch.zeros(1)
+        elif how == "figures":
+            counts = {"counts": [[1.0, math.nan]]}
+            row = {"id": 1, "source": "", "pinned": False, "versions": (1, 1)}
+            words = json.dumps(
+                json.loads(words) | {"beside": {"code": [row | {"before": counts, "after": counts}]}}
+            )
         elif how == "its own list":
             tensors["vocabulary/code"] = torch.tensor([3, 10**6])
         else:
@@ -367,7 +468,7 @@ def spoilt(path: Path, how: str) -> None:
     "how",
     [
         *("cut", "words", "no words", "noise", "missing", "infinite"),
-        *("vocabulary", "below", "its own list", "another layer"),
+        *("vocabulary", "below", "its own list", "another layer", "figures"),
     ],
 )
 def test_a_file_that_is_no_good_is_said_and_not_used(

@@ -11,6 +11,7 @@ from moedraft.core import SHARED, UpdateRecord
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.loop import DistillLoop, Update
+from moedraft.distill.memory.of_gate import OfGate
 from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.pace.governor import news
 from moedraft.distill.pace.interval import Interval
@@ -48,10 +49,10 @@ class JointLoop(DistillLoop):
         super().resume()
         self.interval.resume()
         if self.memory is not None:
-            self.purges, kept = self.memory.restore(self.trainer, gated=self.judge is not None)
+            self.purges, found = self.memory.restore(self.trainer, gated=self.judge is not None)
             if isinstance(self.judge, Judge):
-                self.judge.kept |= kept
-        self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
+                found.restore(self.judge, self.trainer.student.base_hash, self._trained())
+        self.trainer.last_id = self._trained()
 
     def due(self) -> str | None:
         """SHARED, which stands for an update of all, when there are as many new records as `interval` wants.
@@ -90,13 +91,17 @@ class JointLoop(DistillLoop):
         """Keep what the trainer has in memory, unless one expert alone is learning."""
         if self.memory is None or self.trainer.learner is not None:
             return
-        counts = self.judge.kept if isinstance(self.judge, Judge) else {}
-        self.memory.keep(self.trainer, self.purges, None if self.judge is None else counts, now=now)
+        gate = OfGate.taken(self.judge) if isinstance(self.judge, Judge) else OfGate()
+        self.memory.keep(self.trainer, self.purges, None if self.judge is None else gate, now=now)
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
         dropped = super()._dropped(candidates)
-        self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
+        self.trainer.last_id = self._trained()
         return dropped
+
+    def _trained(self) -> int:
+        """The newest record that was trained on, by the home's storage."""
+        return int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
 
     def _news(self) -> int:
         """Records of all domains since the last update."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moedraft.distill.judging.gate import Verdict, compare, decide, decide_again
+from moedraft.distill.judging.options import HARMFUL, Options, is_below
 from moedraft.distill.judging.shrinkage import estimates
-from moedraft.distill.judging.together import HARMFUL, Options, is_below, stands_below
+from moedraft.distill.judging.together import stands_below
 
 
 def decide_alone(options: Options, kept: int = 0) -> Verdict:

@@ -9,7 +9,7 @@ a candidate does on held-out records (docs/experiments.md, "A domain that the dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moedraft.core import SHARED
@@ -35,27 +35,32 @@ class SeenRecord:
     versions: Versions
     figures: Seen
 
+    @property
+    def depth(self) -> int:
+        """Tokens of the drafts that it was measured with."""
+        return int(self.figures.before.counts.shape[1])
+
 
 class BesideBase:
-    """What was seen in one home. It reads storage and writes nothing; a restart forgets it."""
+    """What was seen in one home. It reads storage and writes nothing; `memory.of_gate` keeps it."""
 
     def __init__(self, measure: Measure, store: Store) -> None:
         self.measure, self.store = measure, store
         self.base_hash = ""  # of the draft base that is trained on; nothing is measured before it is known
-        self._rows: dict[str, list[SeenRecord]] = {}  # by domain, oldest first
-        self._learned: set[str] = set()  # the domains that the live version has learned
-        self._last_id = 0  # the newest record that the live version may have been trained on, or was measured
+        self.rows: dict[str, list[SeenRecord]] = {}  # by domain, oldest first
+        self.learned: set[str] = set()  # the domains that the live version has learned
+        self.last_id = 0  # the newest record that the live version may have been trained on, or was measured
 
     def gather(self, on_batch: Callable[[], None] = lambda: None) -> None:
         """Measure what is live on the records that came since the last update began.
 
         Whoever serves a domain now, its adapters are measured, so that it can get them back.
         """
-        before, self._last_id = self._last_id, self.store.replay.last_id()
+        before, self.last_id = self.last_id, self.store.replay.last_id()
         live = {one.domain: one.version for one in self.store.registry.versions() if one.state == "live"}
         self._drop_withdrawn(live)
-        learned = self._learned | set(live) - {SHARED}
-        if not self.base_hash or SHARED not in live or before == self._last_id:
+        learned = self.learned | set(live) - {SHARED}
+        if not self.base_hash or SHARED not in live or before == self.last_id:
             return
         known = {prompt_of(one) for one in self.store.replay.records(limit=REMEMBERED) if one.id <= before}
         shared = self._load(SHARED)
@@ -65,7 +70,7 @@ class BesideBase:
             base = self.measure(dict.fromkeys(serving), domain, records, on_batch)
             adapted = self.measure(serving, domain, records, on_batch)
             versions = live[SHARED], live.get(domain, 0)
-            self._rows.setdefault(domain, []).extend(
+            self.rows.setdefault(domain, []).extend(
                 SeenRecord(
                     Held(one.id, one.source, one.pinned),
                     versions,
@@ -73,15 +78,17 @@ class BesideBase:
                 )
                 for i, one in enumerate(records)
             )
-            del self._rows[domain][: -2 * MOST_COUNTED]
+            del self.rows[domain][: -2 * MOST_COUNTED]
 
-    def seen(self, domain: str) -> Seen | None:
+    def seen(self, domain: str, depth: int | None = None) -> Seen | None:
         """The base alone and the adapters on the domain's newest records; None where none were measured.
 
-        One client gives no more of them than all others together.
+        One client gives no more of them than all others together. depth: only those that were measured with
+        drafts of this length, which may have been another before a restart; None: all.
         """
-        rows = {row.record.id: row.figures for row in self._rows.get(domain, ())}
-        held = [row.record for row in reversed(self._rows.get(domain, []))]
+        found = [row for row in self.rows.get(domain, ()) if depth in (None, row.depth)]
+        rows = {row.record.id: row.figures for row in found}
+        held = [row.record for row in reversed(found)]
         chosen = [rows[number] for number in of_many(held, MOST_COUNTED, LEAST_JUDGED)]
         if not chosen:
             return None
@@ -89,18 +96,25 @@ class BesideBase:
 
     def published(self, last_id: int) -> None:
         """A new version serves, which may have been trained on records up to `last_id`."""
-        self._last_id = max(self._last_id, last_id)
+        self.last_id = max(self.last_id, last_id)
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
-        self._learned |= domains_taught(known, FEW) - {SHARED}
+        self.learned |= domains_taught(known, FEW) - {SHARED}
+
+    def restore(
+        self, rows: dict[str, list[SeenRecord]], learned: Iterable[str], base_hash: str, last_id: int
+    ) -> None:
+        """Go on from what another one has seen; `last_id` is the newest record that may be trained on."""
+        self.rows = {n: [one for one in found if one.record.id <= last_id] for n, found in rows.items()}
+        self.learned, self.base_hash, self.last_id = set(learned), base_hash, last_id
 
     def forget(self) -> None:
         """Forget all figures, since records were purged."""
-        self._rows.clear()
-        self._learned.clear()
+        self.rows.clear()
+        self.learned.clear()
 
     def _drop_withdrawn(self, live: dict[str, int]) -> None:
         """Drop what was seen of versions that were taken back."""
-        for domain, rows in self._rows.items():
+        for domain, rows in self.rows.items():
             now = live.get(SHARED, 0), live.get(domain, 0)
             rows[:] = [row for row in rows if row.versions[0] <= now[0] and row.versions[1] <= now[1]]
 

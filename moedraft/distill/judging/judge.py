@@ -18,8 +18,9 @@ from moedraft.distill.judging.alone import decide_alone
 from moedraft.distill.judging.beside_base import BesideBase
 from moedraft.distill.judging.gate import Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
+from moedraft.distill.judging.options import Options
 from moedraft.distill.judging.second_look import SecondLook
-from moedraft.distill.judging.together import Options, decide_together, in_doubt
+from moedraft.distill.judging.together import decide_together, in_doubt
 from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.distill.measuring.remembered import Remembered
@@ -139,7 +140,7 @@ class Judge:
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
-            stood = self.beside_base.seen(name) if self.beside_base else None
+            stood = self.beside_base.seen(name, static.counts.shape[1]) if self.beside_base else None
             base = static if self._may_stand_aside(case, stood) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None

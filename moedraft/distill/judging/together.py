@@ -24,8 +24,7 @@ none, with gains of .02 to .05 in each domain 85 %.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,83 +42,22 @@ from moedraft.distill.judging.gate import (
     is_unseen,
     patient,
 )
+from moedraft.distill.judging.options import (
+    HARMFUL,
+    KINDS,
+    LIKELY_HARM,
+    Choice,
+    Kind,
+    Options,
+    Prospect,
+    is_below,
+)
 from moedraft.distill.judging.shrinkage import GainEstimate, estimates
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 
-NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
-HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to the draft base alone …
-LIKELY_HARM = 0.75  # … or, where no update is published, from which it is left to the base …
-SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
 LARGEST_SHARE = 4.0  # most traffic that a record may stand for, as a multiple of an average record's
 
 BELOW = "The domain is likely to stand below the draft without any adapter"
-# The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
-Kind = Literal["new", "old", "none", "base"]
-KINDS: tuple[Kind, ...] = ("new", "old", "none", "base")  # in the order in which they are wanted
-
-
-@dataclass(frozen=True)
-class Options:
-    """A domain under a new shared adapter, measured on the same records."""
-
-    before: Measured  # what serves now
-    new: Measured | None  # its expert as trained; None: it has not learned, or is pinned
-    old: Measured  # its expert as it was
-    none: Measured | None = None  # without an expert; None: it has none, it is pinned, or it was not measured
-    static: Measured | None = None  # the draft base without any adapter
-    share: float = 1.0  # of the traffic, in any unit
-    base: Measured | None = None  # as `static`, where the base alone may draft for the domain
-    seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
-    stood: Seen | None = None  # the draft base alone, and adapters that were live before, on other records
-    aside: bool = False  # whether the base alone serves now, so that `before` is `static`
-
-    def kinds(self) -> list[Kind]:
-        """What the domain can have, in the order in which it is wanted."""
-        return [kind for kind in KINDS if getattr(self, kind) is not None]
-
-    def of(self, kind: Kind) -> Measured:
-        """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
-        return {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind] or self.old
-
-    def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
-        """The draft base alone, and adapters that do as `after` says, with what earlier ones have shown."""
-        static = self.static or self.before
-        if self.stood is None:
-            return static, after
-        return joined([static, self.stood.before]), joined([after, self.stood.after])
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """What one kind of expert would do to a domain."""
-
-    gain: GainEstimate  # over what serves now
-    static: GainEstimate | None  # over the draft base alone, by held-out records
-    beside: GainEstimate | None  # the same, by what adapters that served before have shown as well
-
-    @property
-    def harms(self) -> bool:
-        return self.gain.worse > HARMFUL and self.gain.gain < -NEGLIGIBLE
-
-    @property
-    def surely_harms(self) -> bool:
-        return self.gain.worse >= SURE_HARM and self.gain.gain < -NEGLIGIBLE
-
-    @property
-    def below_static(self) -> bool:
-        return is_below(self.static)
-
-    @property
-    def yields_to_base(self) -> bool:
-        """Whether the base alone should draft instead."""
-        return is_below(self.beside, HARMFUL)
-
-
-@dataclass(frozen=True)
-class Choice:
-    kind: Kind
-    counted: Kind  # the kind it counts as where the whole is judged
-    stops: bool  # the domain is worse off whatever it gets, so nobody gets the update
 
 
 def decide_together(
@@ -146,7 +84,8 @@ def decide_together(
             before = kept.get(name, 0)
             found = bounded(_of_expert(options, choice, prospects[name], whole), before)
             if aside and not goes:
-                found = replace(found, reason=found.reason or f"{BELOW}, which serves it from now on.")
+                why = f"{BELOW}, which serves it from now on: {_told(standing[name], _now(options)[0])}."
+                found = replace(found, reason=found.reason or why)
             if whole.decision != "discard":  # else the expert's weights go with those of the shared adapter
                 found = patient(found, before)
             verdicts[name] = replace(found, unadapted=aside if goes or back else aside or None)
@@ -161,11 +100,6 @@ def in_doubt(domains: Mapping[str, Options]) -> list[str]:
         for name, options in domains.items()
         if not any(_suits(one, options) for kind, one in prospects[name].items() if kind != "base")
     ]
-
-
-def is_below(static: GainEstimate | None, sure: float = SURE) -> bool:
-    """Whether a domain stands below the draft base alone, with a probability of at least `sure`."""
-    return static is not None and static.worse >= sure and static.gain < -NEGLIGIBLE
 
 
 def shares_of(domains: Mapping[str, Options], *, again: bool = False) -> Shares:
@@ -322,14 +256,23 @@ def _of_expert(
     if choice.kind == "new":
         along = "It gains nothing by itself; it goes with the shared adapter that it was trained on."
         return found if gain.gain > 0 else replace(found, decision="along", reason=along)
-    return _left_out(found, choice, trained)
+    beside = _told(trained.beside, options.beside_static(options.of(first))[0])
+    return _left_out(found, choice, trained, beside)
 
 
-def _left_out(found: Verdict, choice: Choice, prospect: Prospect) -> Verdict:
-    """The verdict on an expert that is not published, though the shared adapter is."""
+def _told(static: GainEstimate | None, base: Measured) -> str:
+    """What adapters give over the draft base alone, in words; with what was seen beside held-out records."""
+    return f"{static.gain if static else 0.0:+.2f} tokens per step, by {base.records} of its records"
+
+
+def _left_out(found: Verdict, choice: Choice, prospect: Prospect, beside: str) -> Verdict:
+    """The verdict on an expert that is not published, though the shared adapter is.
+
+    beside: what it gives over the draft base alone, in words.
+    """
     if choice.kind == "base":
-        reason = "The domain would probably stand below the draft without any adapter, which serves it."
-        return replace(found, decision="keep", reason=reason)
+        why = "The domain would probably stand below the draft without any adapter, which serves it"
+        return replace(found, decision="keep", reason=f"{why}: {beside}.")
     why = "It is likely to harm this domain"
     if prospect.below_static:
         why = "The domain would stand below the draft without any adapter"

@@ -18,11 +18,12 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from moedraft.core import SHARED, CorruptAdapter
 from moedraft.distill.averages import AVERAGE
 from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.memory.of_gate import OfGate
 from moedraft.feature.vocabulary import checked, union
 
 VOCABULARY = "vocabulary"  # the tokens that the student drafts; "vocabulary/NAME": an adapter's own
@@ -43,7 +44,7 @@ class Stamp(BaseModel):
     following: int
 
 
-class Words(BaseModel):
+class Words(OfGate):
     """What a snapshot says beside its tensors."""
 
     format: Literal[1] = 1
@@ -53,8 +54,7 @@ class Words(BaseModel):
     adapters: dict[str, Stamp]
     target: str | None = None  # whose words were learned from
     gated: bool = True  # whether a gate decided on what was published
-    kept: dict[str, tuple[int, int]] = {}  # the gate's counts of candidates that it kept, see `Judge.kept`
-    settled: dict[str, bool] = {}  # of the optimisers, see `AveragingAdamW`
+    settled: dict[str, bool] = Field(default_factory=dict)  # of the optimisers, see `AveragingAdamW`
 
 
 class Unfit(ValueError):
