@@ -7,6 +7,7 @@ token that some expert does, an expert those of its own list; `bench_records.py`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.rows.drawn import Drawn
+from moedraft.feature.vocabulary import own_vocabulary, ranked
 
 
 class OneTrainer(JointTrainer):
@@ -29,6 +31,26 @@ class OneTrainer(JointTrainer):
     def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
         """The one adapter drafts what the experts would; see `Vocabularies.choose`."""
         super()._choose_vocabularies(self.labelled.train)
+
+
+class EqualListTrainer(OneTrainer):
+    """One adapter that drafts from as many tokens as an expert does: the commonest of all traffic.
+
+    So a guess costs as much, and as many weights of the output layer's adapters take part in it.
+    """
+
+    seen: frozenset[str] = frozenset()  # domains of which records came
+
+    def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
+        super()._choose_vocabularies(records)
+        self.seen |= {one.domain for one in self.labelled.train}
+        lists, came = self.vocabularies, Counter[int]()
+        for name in self.seen:
+            if (counts := lists.counts(name)) is not None:
+                came.update(dict(zip(*counts.tolist(), strict=True)))
+        chosen = own_vocabulary(came, lists.size, ranked(lists.general, came), lists.always)
+        lists.restore(SHARED, chosen, lists.counts(SHARED))
+        self.student.use_lists({SHARED: chosen})
 
 
 class SeparateTrainer(JointTrainer):
@@ -87,7 +109,8 @@ OF_WITHHELD = {
     WITHHELD: ONE_WIDE,
     WITHHELD_GATED: ONE_WIDE_GATED,
 }  # the same, serving everybody
-WIDE_RIVALS = (*OF_WITHHELD.values(), *OF_WITHHELD)  # of the default
+EQUAL_LIST = f"{WITHHELD_GATED}:equal-list"
+WIDE_RIVALS = (*OF_WITHHELD.values(), *OF_WITHHELD, EQUAL_LIST)  # of the default
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 SERVED_EQUAL_COST = "joint+gate:wide:equal-cost"
 _ALL = (
@@ -187,6 +210,12 @@ ARRANGEMENTS = _RUN | {
     )
     for name, rival in OF_WITHHELD.items()
 }
+ARRANGEMENTS[EQUAL_LIST] = replace(
+    ARRANGEMENTS[WITHHELD_GATED],
+    name=EQUAL_LIST,
+    title=ARRANGEMENTS[WITHHELD_GATED].title.replace(", further", ", an expert's number of tokens, further"),
+    trainer=EqualListTrainer,
+)
 MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
 ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
 ONLINE_GATED = tuple(f"{name}+gate" for name in ONLINE)  # the same with the gate that the default has
@@ -200,7 +229,7 @@ FURTHER = (
     "joint:wide",
     SERVED,
 )
-TABLED_FURTHER = (*FURTHER[:-1], *OF_WITHHELD, SERVED)  # the default comes last
+TABLED_FURTHER = (*FURTHER[:-1], *OF_WITHHELD, EQUAL_LIST, SERVED)  # the default comes last
 
 
 def at_full_strength(name: str) -> Arrangement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evidence.arrangements import (
     EQUAL_COST,
+    EQUAL_LIST,
     GATED,
     JOINT,
     LATEST,
@@ -47,7 +48,9 @@ PARTS: dict[str, list[Job]] = {
     ],
     "gated": [(pattern, name) for pattern in USUAL for name in (STATIC, *ONLINE_GATED, GATED)],
     "withheld": [
-        (pattern, name) for pattern in ORDERS for name in (STATIC, WITHHELD, WITHHELD_GATED, SERVED)
+        (pattern, name)
+        for pattern in ORDERS
+        for name in (STATIC, WITHHELD, WITHHELD_GATED, EQUAL_LIST, SERVED)
     ],
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, ONE_WIDE, SERVED)],
     "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],
