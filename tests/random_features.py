@@ -59,3 +59,13 @@ def draft_for(target: LanguageModel, vocabulary: torch.Tensor = SOME) -> Feature
     draft = FeatureDraft(config, vocabulary, *weights).eval().requires_grad_(False)
     draft.faster = with_compiled("feature_layer", lambda module: module.fused_for(draft))  # as when loaded
     return draft
+
+
+def best_of(draft: FeatureDraft, normed: torch.Tensor, text: list[int]) -> int:
+    """The likeliest token of the drafter's list and of the text, by a product with all output rows.
+
+    normed [H]: of a drafter whose output is normed.
+    """
+    logits = normed @ draft.rows(torch.arange(draft.config.vocab_size)).T
+    known = sorted({*draft.vocabulary.tolist(), *text})
+    return known[int(logits[known].argmax())]

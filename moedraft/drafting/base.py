@@ -22,6 +22,7 @@ from moedraft.drafting.model import ModelDrafter
 from moedraft.evidence import HiddenStates
 from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft, save_draft, stored_as
 from moedraft.feature.model import FeatureDraft
+from moedraft.feature.text_tokens import GrowingText
 from moedraft.gguf import HUB_ID, SMOLLM2, conversion, is_gguf, public_name
 from moedraft.loading.checks import check_pair
 from moedraft.loading.hashes import hash_files
@@ -237,7 +238,10 @@ def first_guesses(base: DraftBase, token_ids: list[int], features: torch.Tensor 
     assert features is not None
     draft = base.hf
     hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
-    return [-1, -1, *draft.vocabulary[draft.logits(hidden)[0].argmax(-1)].tolist()]
+    normed, text = draft.normed(hidden), GrowingText(draft, draft.vocabulary, token_ids)
+    known = torch.arange(2, len(token_ids), device=base.device)
+    logits = text.add(draft.guess(normed)[0], normed[0], known)
+    return [-1, -1, *text.names[logits.argmax(-1)].tolist()]
 
 
 def drafter_of(base: DraftBase, bank: ExpertBank, settings: Settings, vocab_size: int) -> ExpertDrafter:

@@ -18,6 +18,7 @@ from moedraft.drafting.drawing import Drawing, LogitBuffer
 from moedraft.drafting.kept import ReadStates, StateKeeper
 from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.model import FeatureDraft
+from moedraft.feature.text_tokens import BesideList, TextTokens
 
 MOST_WAITING = 128  # features of a row that is not drafted for; more are read into the cache meanwhile
 
@@ -50,7 +51,7 @@ class FeatureDrafter:
         self.cache = draft.new_cache(slots)
         # By request, features from entry `draft_cached` on, in pieces [n, 3H]: joined when they are read.
         self._waiting: dict[str, list[torch.Tensor]] = {}
-        self._buffer = LogitBuffer()
+        self._buffer, self.text = LogitBuffer(), TextTokens()
         self.states, self.keeper = states, keeper
 
     def experts_of(self, rows: list[Sequence]) -> list[str]:
@@ -163,13 +164,19 @@ class FeatureDrafter:
 
     def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
         """All rows in one forward a token, whatever their experts."""
-        experts = self.experts_of(rows.sequences)
-        self.bank.select(experts, exact=any(row.reproducible for row in rows.sequences))
+        experts, exact = self.experts_of(rows.sequences), any(row.reproducible for row in rows.sequences)
+        self.bank.select(experts, exact=exact)
         drawing = Drawing(rows, limits, self._buffer)
         states = self._first(rows.sequences, limits)
+        texts = [
+            self.text.of(row) if limit else [] for row, limit in zip(rows.sequences, limits, strict=True)
+        ]
+        beside = BesideList(self.draft, texts, exact=exact)
         while True:
             starts = [position - 1 for position in drawing.positions]
-            drawing.draw(self.draft.logits(states)[:, 0], self.draft.vocabulary, self.vocab_size)
+            normed = self.draft.normed(states)
+            names, logits = beside.add(self.draft.vocabulary, self.draft.guess(normed), normed)
+            drawing.draw(logits[:, 0], names, self.vocab_size)
             if not another(drawing.confidences[-1]):
                 break
             states = self.draft.advance(self.cache, 0, states, drawing.tokens[-1][:, None], starts)
@@ -187,6 +194,7 @@ class FeatureDrafter:
     # -- slots -----------------------------------------------------------------------------------
 
     def forget(self, row: Sequence) -> None:
+        self.text.forget(row)
         waiting = self._waiting.pop(row.request_id, None)
         if self.states is not None:
             self.states.forget(row)

@@ -231,8 +231,16 @@ class FeatureDraft(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `fed_back` gave [..., H] → logits over the draft vocabulary."""
+        return self.guess(self.normed(hidden))
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `fed_back` gave [..., H] → what output rows are multiplied with."""
         norm = self.norm if (fast := self._faster()) is None else fast.normed
-        normed = hidden if self.config.norm_output else norm(hidden)
+        normed: torch.Tensor = hidden if self.config.norm_output else norm(hidden)
+        return normed
+
+    def guess(self, normed: torch.Tensor) -> torch.Tensor:
+        """What `normed` gave [..., H] → logits over the draft vocabulary."""
         logits: torch.Tensor = self.lm_head(normed.to(self.lm_head.weight.dtype))
         return logits
 

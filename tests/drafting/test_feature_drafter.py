@@ -21,7 +21,7 @@ from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 
-from random_features import LAYERS, SOME, STEADY, draft_for, generated, target_of
+from random_features import LAYERS, SOME, STEADY, best_of, draft_for, generated, target_of
 from random_models import prompts_of, random_model
 from tiny import NumberTokenizer, TinyLM, random_table
 
@@ -90,16 +90,18 @@ def test_each_guess_is_that_of_one_pass_over_the_whole_text(kind: str, source: s
     # As if drafting cost next to nothing: else the budget leaves it, sooner or later by this machine's times.
     one.chooser.budget.costs.slopes = lambda rows: np.array([0.0, 0.001, 0.001])  # type: ignore[method-assign]
     one.generate(prompts_of(7, seed=4), SamplingParams(max_tokens=30))
-    compared = 0
+    compared, listed = 0, []
     for evidence, texts in noted.seen:
         for b in evidence.drafted_by("feature"):
             text = torch.tensor([texts[b]])
             states = target.hf(text, output_hidden_states=True).hidden_states
             features = torch.cat([states[layer] for layer in LAYERS], dim=-1)[:, :-1]
-            _, logits = draft.step(draft.new_cache(1), 0, draft.fuse(features), text[:, 1:], [0], keep=1)
-            assert evidence.proposal.token_ids[b, 0] == SOME[logits[0, -1].argmax()]
+            hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), text[:, 1:], [0])
+            assert evidence.proposal.token_ids[b, 0] == best_of(draft, hidden[0, -1], texts[b])
+            listed.append(int(evidence.proposal.token_ids[b, 0]) in SOME.tolist())
             compared += 1
     assert compared >= (6 if adaptive else 60)  # the budget asks others for most of them
+    assert adaptive or {*listed} == {True, False}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", STEADY])

@@ -13,7 +13,7 @@ from moedraft.drafting.feature import FeatureDrafter
 from moedraft.evidence import NOBODY, Proposal, Rows
 from moedraft.feature.model import FeatureDraft
 
-from random_features import LAYERS, draft_for
+from random_features import LAYERS, best_of, draft_for
 from random_models import VOCAB, random_model
 from rounds import chain, evidence_of, row, rows_of
 
@@ -58,7 +58,7 @@ def guesses(draft: FeatureDraft, text: list[int], count: int) -> list[int]:
     fused, tokens = draft.fuse(states), torch.tensor([text[1:]])
     for _ in range(count):
         out = draft.advance(cache, 0, fused, tokens, [start])[:, -1:]
-        found.append(TOKENS[int(draft.logits(out)[0, 0].argmax())])
+        found.append(best_of(draft, out[0, 0], text))
         start += tokens.shape[1]
         fused, tokens = out, torch.tensor([[found[-1]]])
     return found
@@ -138,10 +138,16 @@ def test_sampled_rows_come_with_logits_over_the_targets_vocabulary() -> None:
     assert drawn.logits is not None
     assert drawn.lse is not None
     assert drawn.logits.shape == (3, 2, VOCAB)
-    unknown = [token for token in range(VOCAB) if token not in TOKENS]
-    assert (drawn.logits[..., unknown] == -torch.inf).all()
+    for one, logits in zip(rows.sequences, drawn.logits, strict=True):
+        known = {*TOKENS, *one.token_ids}
+        unknown = [token for token in range(VOCAB) if token not in known]
+        assert (logits[:, unknown] == -torch.inf).all()
+        assert logits[:, sorted(known)].isfinite().all()
     torch.testing.assert_close(drawn.lse, (drawn.logits / 0.8).logsumexp(-1).float())
-    assert set(drawn.token_ids.flatten().tolist()) <= set(TOKENS)
+    assert all(
+        {*tokens} <= {*TOKENS, *one.token_ids}
+        for one, tokens in zip(rows.sequences, drawn.token_ids.tolist(), strict=True)
+    )
 
 
 def test_after_a_prompt_of_one_token_there_is_nothing_to_guess_from() -> None:

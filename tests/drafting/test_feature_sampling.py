@@ -130,6 +130,7 @@ def beside_lookup(kind: str, params: SamplingParams) -> dict[Answer, list[Answer
     """Answers by prompt. Half of a batch have something to look up from the start, the others hardly ever."""
     target, prompts, mixed = target_of(kind, VOCAB), (repeating(kind), PROMPT), Mixed()
     drafter = FeatureDrafter(draft_for(target, GENERAL), NoExperts(), SLOTS, VOCAB)
+    drafter.text = TextTokens(1)  # with more of them it would guess what lookup finds
     engine = Engine(
         target, NumberTokenizer(), drafter, FixedSelector(), learners=[mixed], max_batch_size=SLOTS
     )

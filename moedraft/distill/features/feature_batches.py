@@ -42,6 +42,7 @@ class FeatureBatch:
     topk_logprobs: torch.Tensor  # float32 [B, A, k]; of the answer's tokens
     temperatures: torch.Tensor  # float32 [B], at which the answers were sampled; 0: greedy
     known: torch.Tensor  # float32 [B, A, k]: `topk_logprobs` as the target gave them, of all its tokens
+    known_ids: torch.Tensor  # int64 [B, A, k]: `topk_ids` as the target's ids, OUTSIDE for padding
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def collate(
         topk_logprobs=topk_logprobs.to(device),
         temperatures=torch.tensor([row.record.temperature for row in rows], device=device),
         known=known.to(device),
+        known_ids=ids.to(device),
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, taught_at
+from moedraft.distill.features.feature_batches import FeatureBatch, taught_at
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.joint.plan import Guessed
+from moedraft.feature.text_tokens import GrowingText
 
 
 @torch.no_grad()
@@ -44,35 +45,42 @@ def _accepted(
 
     hidden: [B, A, H] of this step. tried: bool [B, A]; N places. Two results [N], float64.
     """
-    vocabulary = student.draft.vocabulary
-    rows, places = tried.nonzero(as_tuple=True)
-    places = places + step  # of what is guessed there
-    tokens, temperatures = batch.answer_ids[rows, places], batch.temperatures[rows]
-    ids, known = batch.topk_ids[rows, places], at_temperature(batch.known[rows, places], temperatures)
+    rows, at = tried.nonzero(as_tuple=True)
+    at = at + step  # of what is guessed there
     hits = torch.zeros(len(rows), dtype=torch.float64, device=hidden.device)
-    given = torch.zeros_like(hits)
+    given, states = torch.zeros_like(hits), student.draft.normed(hidden[tried])
     for part in student.guesses(hidden[tried], batch.owners, tried.sum(1).tolist()):
-        mine, columns = part.rows, ids[part.rows]
-        own = vocabulary if part.numbers is None else vocabulary[part.numbers]
-        if part.numbers is not None:
-            columns = DraftVocabulary(part.numbers, len(vocabulary))(columns)
-        right = (own[part.logits.argmax(-1)] == tokens[mine]).double()
-        chance = _chance(part.logits, own, tokens[mine]).double()
-        sampled = temperatures[mine] > 0
-        if bool(sampled.any()):
-            drawn = accepted(
-                part.logits[sampled], columns[sampled], known[mine][sampled], temperatures[mine][sampled]
-            )
-            right[sampled], chance[sampled] = drawn, drawn
-        hits[mine], given[mine] = right, chance
+        vocabulary = student.draft.vocabulary
+        names = vocabulary if part.numbers is None else vocabulary[part.numbers]
+        for b in sorted(set(rows[part.rows].tolist())):
+            mine = (rows[part.rows] == b).nonzero()[:, 0]  # of this part; all places of a row are in one
+            chosen, before = mine + part.rows.start, batch.prompts[b] - 1
+            text = GrowingText(student.draft, names, _text_of(batch, b))
+            logits = text.add(part.logits[mine], states[chosen], before + at[chosen])
+            hits[chosen], given[chosen] = _of_row(batch, b, at[chosen], logits, text)
     return hits, given
 
 
-def _chance(logits: torch.Tensor, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The probability [N] that logits [N, V] of the tokens `ids`, ascending, give to `tokens`."""
-    columns = torch.searchsorted(ids, tokens.to(ids.dtype)).clamp(max=len(ids) - 1)
-    found = logits.gather(1, columns[:, None])[:, 0].float() - logits.float().logsumexp(-1)
-    return torch.where(ids[columns] == tokens, found.exp(), 0.0)
+def _text_of(batch: FeatureBatch, b: int) -> list[int]:
+    """The tokens of a row's text from its second one on, as far as the batch holds it."""
+    context, answer = batch.context_ids[b], batch.answer_ids[b]
+    return [*context[len(context) - int(batch.prompts[b]) + 1 :].tolist(), *answer.tolist()]
+
+
+def _of_row(
+    batch: FeatureBatch, b: int, at: torch.Tensor, logits: torch.Tensor, text: GrowingText
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_accepted`, for some places of row b's answer. logits [T, v] of the tokens `text.names`."""
+    tokens, temperature = batch.answer_ids[b, at], batch.temperatures[b].expand(len(at))
+    if temperature[0] > 0:
+        columns = text.columns(batch.known_ids[b, at])
+        likely = at_temperature(batch.known[b, at], temperature)
+        drawn = accepted(logits, columns, likely, temperature)
+        return drawn, drawn
+    right = (text.names[logits.argmax(-1)] == tokens).double()
+    column = text.columns(tokens[:, None])
+    found = logits.gather(1, column.clamp(min=0))[:, 0].float() - logits.float().logsumexp(-1)
+    return right, torch.where(column[:, 0] >= 0, found.exp(), 0.0).double()
 
 
 def acceptance(

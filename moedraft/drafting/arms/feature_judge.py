@@ -21,6 +21,7 @@ from moedraft.drafting.experts.layer import Multiplies
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.evidence import Passage
+from moedraft.feature.text_tokens import GrowingText
 
 
 class FeatureJudge:
@@ -63,8 +64,9 @@ class FeatureJudge:
         truth = torch.tensor([token for text in texts for token in text[1:]], device=device)
         with self._every(arms):
             hidden = self._outputs(passages, states.expand(len(arms), -1, -1), ids)
-        normed = hidden if draft.config.norm_output else draft.norm(hidden)
-        right = torch.stack([guess == truth for guess in self._guesses(normed, arms)]).float()  # [N, P]
+        right = torch.stack(
+            [guess == truth for guess in self._guesses(draft.normed(hidden), arms, passages)]
+        ).float()  # [N, P]
         parts = torch.split(right, [len(text) - 1 for text in texts], dim=1)
         return [dict(zip(arms, part.tolist(), strict=True)) for part in parts]
 
@@ -93,16 +95,33 @@ class FeatureJudge:
         mixed = scaled_dot_product_attention(folded, keys, values, mask, enable_gqa=grouped)
         return mixed.view(heads, arms, size, -1).transpose(0, 1)
 
-    def _guesses(self, normed: torch.Tensor, arms: Sequence[str]) -> Iterator[torch.Tensor]:
-        """By arm, the likeliest token int64 [P] after each of its states [N, P, H]."""
+    def _guesses(
+        self, normed: torch.Tensor, arms: Sequence[str], passages: Sequence[Passage]
+    ) -> Iterator[torch.Tensor]:
+        """By arm, the likeliest token int64 [P] after each of its states [N, P, H].
+
+        Each can be one of the arm's list, or of the text before it, as when the arm drafts.
+        """
         heads, experts, shared = self.bank.heads, self.bank.experts, self.bank.shared
         assert heads is not None, "the experts of a feature drafter have output rows of their own"
+        sizes = [passage.end - passage.first for passage in passages]
         for states, arm in zip(normed, arms, strict=True):
             vocabulary, product = heads.base if arm in self.bank.unadapted else heads.shared
             if arm in experts and arm not in self.bank.unadapted:
                 found = heads.kept.needed({arm: experts[arm]}, lambda one: {HEAD: heads.made(shared, one)})
                 vocabulary, product = heads.vocabulary(experts[arm]), found[arm][HEAD]
-            yield vocabulary[best_tokens(product(states[None])[0])]
+            parts = [torch.split(each, sizes) for each in (product(states[None])[0], states)]
+            yield torch.cat(
+                [self._likeliest(vocabulary, *part) for part in zip(passages, *parts, strict=True)]
+            )
+
+    def _likeliest(
+        self, vocabulary: torch.Tensor, passage: Passage, logits: torch.Tensor, normed: torch.Tensor
+    ) -> torch.Tensor:
+        """Tokens int64 [T]. logits [T, v] of the list `vocabulary`, computed from normed [T, H]."""
+        text = GrowingText(self.drafter.draft, vocabulary, passage.row.token_ids[: passage.end + 1])
+        known = torch.arange(passage.first + 2, passage.end + 2, device=logits.device)
+        return text.names[best_tokens(text.add(logits, normed, known))]
 
     @contextmanager
     def _every(self, arms: Sequence[str]) -> Iterator[None]:

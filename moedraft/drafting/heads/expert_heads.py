@@ -108,7 +108,7 @@ class ExpertHeads:
             self.draft.vocabulary, self.layer.product = heads[owners[0]]
             return
         width = max(len(heads[owner][0]) for owner in owners)
-        names = self.general.new_zeros(len(owners), width)
+        names = self.general.new_full((len(owners), width), self.draft.config.vocab_size - 1)
         for row, owner in enumerate(owners):
             names[row, : len(heads[owner][0])] = heads[owner][0]
         self.draft.vocabulary = names

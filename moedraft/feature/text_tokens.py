@@ -1,0 +1,121 @@
+"""Tokens of a text that a feature drafter guesses beside its list.
+
+A list is short, so that the drafter's largest product is small, and a token that it lacks is never guessed.
+But most of the tokens of an answer that a list lacks stand in the text before them, names above all. So a row
+may guess the tokens of its own text too, from the target's output rows: some hundred rows more, which cost
+next to nothing (docs/experiments.md, "Tokens of the text").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from moedraft.core import Sequence as Row
+from moedraft.feature.model import FeatureDraft
+from moedraft.feature.vocabulary import places
+
+MOST = 256  # different tokens of a text, the newest ones
+
+
+class TextTokens:
+    """The different tokens of the texts of running requests. Texts only grow."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self.most = most
+        self._known: dict[str, tuple[dict[int, None], int]] = {}  # by request; how long its text was
+
+    def of(self, row: Row) -> list[int]:
+        """The newest `most` different tokens of this row's text, the oldest first."""
+        found, length = self._known.get(row.request_id, ({}, 0))
+        for token in row.token_ids[length:]:
+            found.pop(token, None)
+            found[token] = None
+        for token in [*found][: max(0, len(found) - self.most)]:
+            del found[token]
+        self._known[row.request_id] = found, len(row.token_ids)
+        return [*found]
+
+    def forget(self, row: Row) -> None:
+        self._known.pop(row.request_id, None)
+
+
+class BesideList:
+    """Guesses of some tokens for each row of a batch, beside those of the rows' lists."""
+
+    def __init__(self, draft: FeatureDraft, texts: Sequence[Sequence[int]], *, exact: bool = False) -> None:
+        """texts: by row, the tokens. exact: no row's numbers may depend on the other rows."""
+        device, width = draft.fc.weight.device, max(map(len, texts))
+        padded = [[*text, *[0] * (width - len(text))] for text in texts]
+        self.ids = torch.tensor(padded, dtype=torch.int64, device=device)
+        lengths = torch.tensor([[len(text)] for text in texts], device=device)
+        self.padding = torch.arange(width, device=device) >= lengths
+        self.rows: torch.Tensor | list[torch.Tensor]
+        if exact:  # [w, H] for each row
+            self.rows = [draft.rows(ids[: len(text)]) for ids, text in zip(self.ids, texts, strict=True)]
+        else:
+            self.rows = draft.rows(self.ids)  # [B, w, H]
+        self._left_out: torch.Tensor | None = None
+
+    def add(
+        self, names: torch.Tensor, logits: torch.Tensor, normed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same names and logits with the further tokens: [B, v + w] and [B, T, v + w].
+
+        names int64 [v] or [B, v], ascending: what logits [B, T, v] stand for, which are −inf where a row's
+        list lacks it. normed [B, T, H]: what they were computed from.
+        """
+        if self._left_out is None:  # the same in all steps of a round
+            self._left_out = self.padding | self._listed(names, logits[:, 0])
+        further = self._products(normed).to(logits.dtype)
+        further = further.masked_fill(self._left_out[:, None], -torch.inf)
+        names = names.expand(len(logits), -1)
+        return torch.cat([names, self.ids], dim=-1), torch.cat([logits, further], dim=-1)
+
+    def _listed(self, names: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """bool [B, w]: which of the tokens the row's list has already. logits [B, v]."""
+        at = torch.searchsorted(names.contiguous(), self.ids).clamp(max=names.shape[-1] - 1)
+        found = names[at] if names.dim() == 1 else names.gather(1, at)
+        return (found == self.ids) & ~logits.gather(1, at).isneginf()
+
+    def _products(self, normed: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] → [B, T, w]"""
+        if isinstance(self.rows, torch.Tensor):
+            return torch.bmm(normed.to(self.rows.dtype), self.rows.transpose(1, 2))
+        found = normed.new_zeros(*normed.shape[:2], self.ids.shape[1])
+        for row, own, states in zip(found, self.rows, normed, strict=True):
+            row[:, : len(own)] = states.to(own.dtype) @ own.T
+        return found
+
+
+class GrowingText:
+    """As `BesideList`, for guesses at many places of one text that is known: each knows what is before it."""
+
+    def __init__(self, draft: FeatureDraft, names: torch.Tensor, text: Iterable[int]) -> None:
+        """names int64 [v], ascending: the list that is guessed from. text: its tokens from the first."""
+        first: dict[int, int] = {}
+        for place, token in enumerate(text):
+            first.setdefault(token, place)
+        ids = torch.tensor(sorted(first), dtype=torch.int64)
+        ids = ids[places(ids, names.cpu()) < 0]
+        self.first = torch.tensor([first[token] for token in ids.tolist()], dtype=torch.int64)
+        self.first = self.first.to(names.device)
+        self.listed, self.further = names, ids.to(names.device)
+        self.rows, self.names = draft.rows(self.further), torch.cat([names, self.further])
+
+    def add(self, logits: torch.Tensor, normed: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        """Logits [T, v] of the list → [T, v + w], of `names`.
+
+        normed [T, H]: what they were computed from. known int64 [T]: how many tokens stand before each guess.
+        """
+        further = (normed.to(self.rows.dtype) @ self.rows.T).to(logits.dtype)
+        unknown = self.first >= known[:, None]
+        return torch.cat([logits, further.masked_fill(unknown, -torch.inf)], dim=-1)
+
+    def columns(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Where each of these tokens stands in `names`; −1 where it does not."""
+        if not len(self.further):
+            return places(token_ids, self.listed)
+        own, more = places(token_ids, self.listed), places(token_ids, self.further)
+        return torch.where((own < 0) & (more >= 0), len(self.listed) + more, own)
