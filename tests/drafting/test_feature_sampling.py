@@ -27,6 +27,7 @@ from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.engine.engine import Engine
 from moedraft.evidence import Evidence
+from moedraft.feature.text_tokens import TextTokens
 from moedraft.routing.selector import FixedSelector
 
 from random_features import STEADY, bare_target_of, draft_for, target_of
