@@ -44,14 +44,19 @@ def counted(records: Iterable[ReplayRecord]) -> Counter[int]:
 def own_vocabulary(
     counts: Counter[int], size: int, general: Sequence[int], always: Iterable[int] = ()
 ) -> torch.Tensor:
-    """The `size` most frequent tokens, int64, ascending; `always` are in, and `general` ones fill up.
+    """The `size` most frequent tokens, int64, ascending; see `own_ranked`."""
+    return torch.tensor(sorted(own_ranked(counts, size, general, always)), dtype=torch.int64)
+
+
+def own_ranked(
+    counts: Counter[int], size: int, general: Sequence[int], always: Iterable[int] = ()
+) -> list[int]:
+    """The `size` most frequent tokens, these first; `always` are in, and `general` ones fill up.
 
     general: in the order in which they are taken; see `ranked`.
     """
-    sure = sorted(set(always))
     frequent = sorted(counts, key=lambda token: (-counts[token], token))
-    chosen = list(dict.fromkeys([*sure, *frequent, *general]))[:size]
-    return torch.tensor(sorted(chosen), dtype=torch.int64)
+    return [*dict.fromkeys([*sorted(set(always)), *frequent, *general])][:size]
 
 
 def ranked(vocabulary: torch.Tensor, counts: Counter[int]) -> list[int]:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.feature.vocabulary import UNIT, counted, own_vocabulary, ranked, union
+from moedraft.distill.features.list_lengths import LENGTHS, ListLengths
+from moedraft.feature.vocabulary import UNIT, counted, own_ranked, ranked, union
 
-OWN_TOKENS = 8192  # of an expert, unless the draft base has fewer
+OWN_TOKENS = 8192  # that an expert learns, unless the draft base has fewer; it serves with the commonest
 MOST_SHARED = 16_384  # of the shared adapter, unless the draft base has more
 
 
@@ -33,12 +34,27 @@ class Vocabularies:
         self.size = min(OWN_TOKENS, len(general))
         self.useful = own and self.size < vocab_size  # else every list would hold all tokens
         self._lists: dict[str, torch.Tensor] = {}
+        self._ranked: dict[str, list[int]] = {}  # the same tokens of experts' lists, the commonest first
+        self.lengths = ListLengths()
         # By adapter, how often its domain's traffic held a token, or might have.
         self._came: dict[str, Counter[int]] = {}
 
     def of(self, name: str) -> torch.Tensor | None:
         """The list of the adapter `name`; None where it uses the draft base's list."""
         return self._lists.get(name)
+
+    def served(self, name: str) -> torch.Tensor | None:
+        """As `of`, the part of an expert's list from which it guesses when it serves."""
+        if name not in self._ranked:
+            return self.of(name)
+        return self._first_of(name, self.lengths.of(name))
+
+    def nested(self, name: str) -> list[torch.Tensor]:
+        """The first tokens of an expert's list, by LENGTHS; none where its order is not known."""
+        return [self._first_of(name, length) for length in LENGTHS] if name in self._ranked else []
+
+    def _first_of(self, name: str, length: int) -> torch.Tensor:
+        return torch.tensor(sorted(self._ranked[name][:length]), dtype=torch.int64)
 
     def counts(self, name: str) -> torch.Tensor | None:
         """int64 [2, n]: tokens that the domain's traffic held, and how often; None where none is known."""
@@ -48,6 +64,7 @@ class Vocabularies:
     def restore(self, name: str, vocabulary: torch.Tensor | None, counts: torch.Tensor | None = None) -> None:
         """The list of the version that `name` goes on from; counts: as `counts` gave them."""
         self._came.pop(name, None)
+        self._ranked.pop(name, None)
         if counts is not None:
             tokens, often = counts.tolist()
             self._came[name] = Counter(dict(zip(tokens, often, strict=True)))
@@ -59,6 +76,7 @@ class Vocabularies:
     def forget(self) -> None:
         """Forget which tokens earlier records held; the lists stay."""
         self._came.clear()
+        self.lengths.forget()
 
     def choose(self, records: Mapping[str, Iterable[ReplayRecord]]) -> None:
         """New lists for the experts with these records, by domain, and for the shared adapter.
@@ -80,7 +98,8 @@ class Vocabularies:
                     token for token in before if token not in known
                 ]  # else the domain's rarest would go
                 preferred = [*learned, *before, *general]
-                self._lists[name] = own_vocabulary(self._came[name], self.size, preferred, self.always)
+                self._ranked[name] = own_ranked(self._came[name], self.size, preferred, self.always)
+                self._lists[name] = self._first_of(name, self.size)
         others = [token for token in sorted({*self.all().tolist(), *together}) if token not in known]
         room = max(MOST_SHARED - len(known), 0)
         came = sum(self._came.values(), Counter[int]())  # that of earlier updates, too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBa
 from moedraft.distill.features.feature_loss import loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.features.record_states import States
-from moedraft.distill.guessing.feature_guesses import guessed
+from moedraft.distill.guessing.feature_guesses import guessed, guessed_from
 from moedraft.distill.joint.plan import Guessed, JointPlan
 
 
@@ -37,6 +37,15 @@ class FeatureLessons:
         batch = self._batch(records, owners, max_tokens)
         with self.student.precision():
             return batch.owners, guessed(self.student, batch, depth)
+
+    @torch.no_grad()
+    def guessed_from(
+        self, records: Sequence[ReplayRecord], lists: Mapping[str, Sequence[torch.Tensor]], max_tokens: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `guessing.feature_guesses.guessed_from`; each record's owner is its domain's expert."""
+        batch = self._batch(records, [record.domain for record in records], max_tokens)
+        with self.student.precision():
+            yield from guessed_from(self.student, batch, lists)
 
     def _loss(self, records: Sequence[ReplayRecord], owners: Sequence[str], plan: JointPlan) -> torch.Tensor:
         batch = self._batch(records, owners, plan.max_tokens)

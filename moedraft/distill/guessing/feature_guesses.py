@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 
-from moedraft.distill.features.feature_batches import FeatureBatch, taught_at
+from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, taught_at
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.joint.plan import Guessed
@@ -81,6 +83,29 @@ def _of_row(
     column = text.columns(tokens[:, None])
     found = logits.gather(1, column.clamp(min=0))[:, 0].float() - logits.float().logsumexp(-1)
     return right, torch.where(column[:, 0] >= 0, found.exp(), 0.0).double()
+
+
+@torch.no_grad()
+def guessed_from(
+    student: FeatureStudent, batch: FeatureBatch, lists: Mapping[str, Sequence[torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """For each row: its owner and, float64 [n + 1], how many first guesses are accepted, and their number.
+
+    lists: by owner, n lists of tokens, int64 and ascending, from which it guesses one after the other.
+    """
+    hidden, tried = next(iter(student.outputs(batch, 1))), taught_at(batch, 1).rows
+    numbers = DraftVocabulary(student.vocabulary, student.vocab_size)
+    for b, owner in enumerate(batch.owners):
+        states, at = hidden[b][tried[b]], tried[b].nonzero()[:, 0] + 1
+        logits, normed = student.logits(states, [owner], [len(states)]), student.draft.normed(states)
+        found = torch.zeros(len(lists[owner]) + 1, dtype=torch.float64)
+        for i, names in enumerate(lists[owner]):
+            names = names.to(states.device)
+            text = GrowingText(student.draft, names, _text_of(batch, b))
+            known = text.add(logits[:, numbers(names)], normed, batch.prompts[b] - 1 + at)
+            found[i] = _of_row(batch, b, at, known, text)[0].sum()
+        found[-1] = len(states)
+        yield owner, found
 
 
 def acceptance(

@@ -23,6 +23,7 @@ import torch
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
 from moedraft.distill.averages import AveragingAdamW, averaged, weakened
 from moedraft.distill.features.expert_vocabularies import Vocabularies
+from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.lora.ranks import ALL
 from moedraft.distill.resampling.further import Further, NoFurther, one_of, with_further
@@ -89,6 +90,7 @@ class JointTrainer:
             for name in (SHARED, *names):
                 self._follow(name)
             self.further.prepare(drawn.train, lambda: say(0, None))
+            self._see_lengths(drawn.fresh, lambda: say(0, None))
             self._choose_vocabularies(drawn.train)
             with self.averaged():
                 before = self.measure(drawn.held_out, lambda: say(0, None))
@@ -188,6 +190,24 @@ class JointTrainer:
         self._widen()
         found = {name: self.vocabularies.of(name) for name in by_domain if name != SHARED}
         self.student.use_lists({name: own for name, own in found.items() if own is not None})
+
+    @torch.no_grad()
+    def _see_lengths(self, records: Sequence[ReplayRecord], on_batch: Callable[[], None]) -> None:
+        """Count what experts guess of new records, before these are learned from, by their lists' length."""
+        nested = {name: self.vocabularies.nested(name) for name in {record.domain for record in records}}
+        known = [record for record in records if nested[record.domain]]
+        if not (known and isinstance(self.lessons, FeatureLessons)):
+            return
+        found: dict[str, torch.Tensor] = {}
+        with self.averaged():
+            for first in range(0, len(known), self.plan.rows):
+                chosen = known[first : first + self.plan.rows]
+                for name, counts in self.lessons.guessed_from(chosen, nested, self.plan.max_tokens):
+                    found[name] = found.get(name, torch.zeros(len(counts))) + counts
+                on_batch()
+        for name, counts in found.items():
+            *hits, guesses = counts.tolist()
+            self.vocabularies.lengths.observe(name, hits, guesses)
 
     def _widen(self) -> None:
         """Have the student draft every token that some adapter does."""
@@ -293,7 +313,7 @@ class JointTrainer:
     ) -> Candidate:
         """Export `name`. sizes: records used and held out, by adapter; rates: `measure` before and after."""
         used, held_out = sizes
-        vocabulary = self.vocabularies.of(name)
+        vocabulary = self.vocabularies.served(name)
         kept = ALL if name == SHARED else self.plan.kept
         config, tensors = self.student.export(name, vocabulary, kept, self.plan.strength)
         before, after = (one.get(name, (0, 0)) for one in rates)

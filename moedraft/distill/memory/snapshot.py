@@ -54,6 +54,7 @@ class Words(OfGate):
     adapters: dict[str, Stamp]
     target: str | None = None  # whose words were learned from
     gated: bool = True  # whether a gate decided on what was published
+    lengths: dict[str, list[float]] = Field(default_factory=dict)  # see `ListLengths`
     settled: dict[str, bool] = Field(default_factory=dict)  # of the optimisers, see `AveragingAdamW`
 
 
@@ -92,6 +93,7 @@ def restore(trainer: JointTrainer, words: Words, tensors: Mapping[str, torch.Ten
             trainer.vocabularies.restore(name, None)
         raise Unfit(str(error)) from error
     trainer.seed = words.seed
+    trainer.vocabularies.lengths.restore(words.lengths)
 
 
 def _lists(trainer: JointTrainer, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -106,7 +106,7 @@ class TrainerMemory:
         told = {} if gate is None else dict(gate)
         words = Words(base_hash=base_hash, purges=purges, seed=trainer.seed, adapters=stamps, **told)
         words.target = self.registry.get_meta(TARGET_ID)
-        words.gated = gate is not None
+        words.gated, words.lengths = gate is not None, trainer.vocabularies.lengths.told()
         words.settled = {name: one.settled for name, one in trainer.optimisers.items() if name in stamps}
         tensors = taken(trainer, stamps)
         size = sum(tensor.nbytes for tensor in tensors.values())
