@@ -16,7 +16,7 @@ from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.features.list_lengths import LENGTHS, ListLengths
 from moedraft.feature.vocabulary import UNIT, counted, own_ranked, ranked, union
 
-OWN_TOKENS = 8192  # that an expert learns, unless the draft base has fewer; it serves with the commonest
+OWN_TOKENS = 8192  # of an expert at most, unless the draft base has fewer
 MOST_SHARED = 16_384  # of the shared adapter, unless the draft base has more
 
 
@@ -34,7 +34,8 @@ class Vocabularies:
         self.size = min(OWN_TOKENS, len(general))
         self.useful = own and self.size < vocab_size  # else every list would hold all tokens
         self._lists: dict[str, torch.Tensor] = {}
-        self._ranked: dict[str, list[int]] = {}  # the same tokens of experts' lists, the commonest first
+        # By expert, the `size` tokens that come first; its list is as many of them as `lengths` says.
+        self._ranked: dict[str, list[int]] = {}
         self.lengths = ListLengths()
         # By adapter, how often its domain's traffic held a token, or might have.
         self._came: dict[str, Counter[int]] = {}
@@ -43,14 +44,8 @@ class Vocabularies:
         """The list of the adapter `name`; None where it uses the draft base's list."""
         return self._lists.get(name)
 
-    def served(self, name: str) -> torch.Tensor | None:
-        """As `of`, the part of an expert's list from which it guesses when it serves."""
-        if name not in self._ranked:
-            return self.of(name)
-        return self._first_of(name, self.lengths.of(name))
-
     def nested(self, name: str) -> list[torch.Tensor]:
-        """The first tokens of an expert's list, by LENGTHS; none where its order is not known."""
+        """Lists that an expert might have, by LENGTHS; none where nothing is known of its traffic."""
         return [self._first_of(name, length) for length in LENGTHS] if name in self._ranked else []
 
     def _first_of(self, name: str, length: int) -> torch.Tensor:
@@ -93,13 +88,13 @@ class Vocabularies:
             if found:
                 self._came[name] = remembered(self._came.get(name, Counter()), found)
             if name != SHARED and found:
-                before = self._lists.get(name, self.general[:0]).tolist()
+                before = self._ranked.get(name, self._lists.get(name, self.general[:0]).tolist())
                 learned = [
                     token for token in before if token not in known
                 ]  # else the domain's rarest would go
                 preferred = [*learned, *before, *general]
                 self._ranked[name] = own_ranked(self._came[name], self.size, preferred, self.always)
-                self._lists[name] = self._first_of(name, self.size)
+                self._lists[name] = self._first_of(name, self.lengths.of(name))
         others = [token for token in sorted({*self.all().tolist(), *together}) if token not in known]
         room = max(MOST_SHARED - len(known), 0)
         came = sum(self._came.values(), Counter[int]())  # that of earlier updates, too

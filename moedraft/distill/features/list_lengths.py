@@ -1,8 +1,8 @@
-"""From how many tokens of its list an expert guesses: from as many as guess best on records new to it.
+"""How many tokens an expert's list has: as many as guess best on records that are new to it.
 
-A short list leaves out tokens that the domain hardly ever holds, so it guesses wrong less often, and it costs
-less; a long one lacks fewer of the right ones. Which of the two weighs more depends on the domain. What stands
-in a row's text can be guessed with any list (`feature.text_tokens`), so most lists can be short
+A short list leaves out tokens that the domain hardly ever holds, so it guesses wrong less often, and it
+costs less; a long one lacks fewer of the right ones. Which of the two weighs more depends on the domain. What
+stands in a row's text can be guessed with any list (`feature.text_tokens`), so most lists can be short
 (docs/experiments.md, "How long an expert's own list is").
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # of which one is chosen
-FIRST = 2048  # before enough was seen
+FIRST = 1024  # before enough was seen
 ENOUGH = 256  # guesses that are enough
 FORGETS = 0.9  # what earlier records weigh less after each update that brought new ones
 WORTH = 0.002  # of all guesses, that a longer list must guess more
@@ -24,7 +24,7 @@ class ListLengths:
         self._seen: dict[str, list[float]] = {}  # hits by length, and at the end all guesses
 
     def observe(self, name: str, hits: Sequence[float], guesses: float) -> None:
-        """hits: by LENGTHS, how many of these guesses were right, on records that came since the last ones."""
+        """hits: by LENGTHS, how many of these guesses were right, on records that came since the last."""
         before, new = self._seen.get(name, [0.0] * (len(LENGTHS) + 1)), [*hits, guesses]
         self._seen[name] = [FORGETS * old + more for old, more in zip(before, new, strict=True)]
 

@@ -313,7 +313,7 @@ class JointTrainer:
     ) -> Candidate:
         """Export `name`. sizes: records used and held out, by adapter; rates: `measure` before and after."""
         used, held_out = sizes
-        vocabulary = self.vocabularies.served(name)
+        vocabulary = self.vocabularies.of(name)
         kept = ALL if name == SHARED else self.plan.kept
         config, tensors = self.student.export(name, vocabulary, kept, self.plan.strength)
         before, after = (one.get(name, (0, 0)) for one in rates)
