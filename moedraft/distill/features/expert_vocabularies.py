@@ -107,8 +107,9 @@ class Vocabularies:
         return Counter({token: found[token] for token in found if 0 <= token < self.vocab_size})
 
     def all(self) -> torch.Tensor:
-        """Every token that some adapter or the draft base drafts."""
-        return union([self.general, *self._lists.values()])
+        """Every token that some adapter or the draft base drafts, or an expert might with a longer list."""
+        longest = [torch.tensor(found, dtype=torch.int64) for found in self._ranked.values()]
+        return union([self.general, *self._lists.values(), *longest])
 
 
 def remembered(before: Counter[int], now: Counter[int]) -> Counter[int]:
