@@ -186,18 +186,23 @@ def test_a_joint_measure_is_what_would_serve_and_leaves_no_trace(store: Store) -
     assert student.names == {SHARED, "code"}
 
 
-def test_an_experts_own_tokens_are_all_that_it_drafts(store: Store) -> None:
+def test_an_experts_own_tokens_and_those_of_the_text_are_all_that_it_drafts(store: Store) -> None:
     trainer, target = a_joint_trainer(store)
     trainer.student.add("code")
     config, tensors = trainer.student.export("code", torch.tensor([1, 2, 3]))
     own = candidate(
         "code", config=config, tensors=tensors, vocabulary=torch.tensor([1, 2, 3], dtype=torch.int32)
     )
-    records = [a_record(target, 1, answer=12)]
-    records = [replace(records[0], token_ids=[*records[0].token_ids[:6], *[5] * 12])]
-    found = JointMeasure(trainer, 2)({SHARED: None, "code": own}, "code", records, lambda: None)
+    some = a_record(target, 1, answer=12)
+    measure = JointMeasure(trainer, 2)
+    other = replace(some, token_ids=[1, 2, 3, 1, 2, 3, *range(5, 17)])  # no token stands before itself
+    found = measure({SHARED: None, "code": own}, "code", [other], lambda: None)
     assert found.counts[0, :, 0].tolist() == [0, 0]
     assert found.counts[0, 0, 1] == 11
+    again = replace(some, token_ids=[1, 2, 3, 1, 2, 3, *[5] * 12])
+    found = measure({SHARED: None, "code": own}, "code", [again], lambda: None)
+    assert found.chances is not None
+    assert found.chances[0, 0] > 0, "it stands in the text from the second time on"
 
 
 def test_what_stood_instead_goes_even_after_an_error(store: Store) -> None:

@@ -218,8 +218,13 @@ def expected(
                 continue
             [part] = student.guesses(hidden[0, row][None], ["code"], [1])
             own = vocabulary if part.numbers is None else vocabulary[part.numbers]
+            text = record.token_ids[1 : record.num_prompt_tokens + row + step]
+            further = torch.tensor([token for token in {*text} if token not in own.tolist()])
+            rows = student.draft.rows(further)
+            more = student.draft.normed(hidden[0, row]) @ rows.T
             drawn = torch.zeros(VOCAB, dtype=torch.float64)
-            drawn[own] = whole(part.logits[0].detach(), 0.8)
+            names = torch.cat([own, further])
+            drawn[names] = whole(torch.cat([part.logits[0], more]).detach(), 0.8)
             logits = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
             ids = torch.tensor(record.topk_ids[row + step])
             logits[ids] = torch.tensor(record.topk_logprobs[row + step]).double()

@@ -307,6 +307,16 @@ def test_the_gate_goes_on_counting_what_it_has_kept(home: Home) -> None:
     assert judge.kept == {SHARED: (0, 4)}
 
 
+def test_how_long_lists_should_be_is_known_after_a_restart(home: Home) -> None:
+    home.trainer.update()
+    home.trainer.vocabularies.lengths.observe("code", (1, 2, 3, 4, 5), 300)
+    memory = TrainerMemory(home.store.home.path, home.store.registry)
+    memory.keep(home.trainer, 0)
+    trainer = a_trainer(home)
+    memory.restore(trainer)
+    assert trainer.vocabularies.lengths.told() == {"code": [1, 2, 3, 4, 5, 300]}
+
+
 def judged(home: Home, decision: Any = "promote", depth: int = 3) -> tuple[JointLoop, BesideBase]:
     """A loop after a restart whose gate measures adapters beside the base, but decides as is said here."""
     loop = a_loop(home, a_trainer(home))
