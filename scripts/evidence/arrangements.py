@@ -7,7 +7,6 @@ token that some expert does, an expert those of its own list; `bench_records.py`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from typing import Any, Literal
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.rows.drawn import Drawn
-from moedraft.feature.vocabulary import own_vocabulary, ranked
 
 
 class OneTrainer(JointTrainer):
@@ -31,26 +29,6 @@ class OneTrainer(JointTrainer):
     def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
         """The one adapter drafts what the experts would; see `Vocabularies.choose`."""
         super()._choose_vocabularies(self.labelled.train)
-
-
-class EqualListTrainer(OneTrainer):
-    """One adapter that drafts from as many tokens as an expert does: the commonest of all traffic.
-
-    So a guess costs as much, and as many weights of the output layer's adapters take part in it.
-    """
-
-    seen: frozenset[str] = frozenset()  # domains of which records came
-
-    def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
-        super()._choose_vocabularies(records)
-        self.seen |= {one.domain for one in self.labelled.train}
-        lists, came = self.vocabularies, Counter[int]()
-        for name in self.seen:
-            if (counts := lists.counts(name)) is not None:
-                came.update(dict(zip(*counts.tolist(), strict=True)))
-        chosen = own_vocabulary(came, lists.size, ranked(lists.general, came), lists.always)
-        lists.restore(SHARED, chosen, lists.counts(SHARED))
-        self.student.use_lists({SHARED: chosen})
 
 
 class SeparateTrainer(JointTrainer):
@@ -88,10 +66,21 @@ class Arrangement:
     every: float = 1.0  # requests and steps of an update, as a multiple of the usual
     data: Data = "target"  # whose answers are learned from, see `Answers.drafted`
     shared: int = 1  # rank of the shared adapter, as a multiple of an expert's
+    least: bool = False  # whether experts have a rank of 1, and the shared adapter all that is left
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
     restarted: bool = False  # whether the trainer is started again after each update
     resumed: bool = False  # and then has what the one before it had in memory; else that is lost
     withheld: bool = False  # whether one adapter is kept from domains of which nothing was learned yet
+
+    def ranks(self, usual: int) -> tuple[int, int]:
+        """Of an expert and of the shared adapter; together the same for all. usual: of an expert."""
+        shared = usual * self.shared
+        if self.least:
+            return 1, usual + shared - 1
+        if not self.alone:
+            return usual, shared
+        # Among separate experts the shared adapter stays zero, as small as can be.
+        return usual + shared, 1 if self.experts else usual + shared
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
@@ -109,8 +98,8 @@ OF_WITHHELD = {
     WITHHELD: ONE_WIDE,
     WITHHELD_GATED: ONE_WIDE_GATED,
 }  # the same, serving everybody
-EQUAL_LIST = f"{WITHHELD_GATED}:equal-list"
-WIDE_RIVALS = (*OF_WITHHELD.values(), *OF_WITHHELD, EQUAL_LIST)  # of the default
+LISTS = "lists+gate:wide"  # one adapter in all but name: its domains have lists of their own
+WIDE_RIVALS = (*OF_WITHHELD.values(), *OF_WITHHELD, LISTS)  # of the default
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 SERVED_EQUAL_COST = "joint+gate:wide:equal-cost"
 _ALL = (
@@ -181,6 +170,14 @@ _ALL = (
         further=2,
     ),
     Arrangement("joint:wide", "joint, no gate, wide, further updates", shared=WIDE, further=2),
+    Arrangement(
+        LISTS,
+        "one wide adapter, a list for each domain, with gate, further updates",
+        gate=True,
+        shared=WIDE,
+        least=True,
+        further=2,
+    ),
     Arrangement(SERVED, "joint, with gate, wide, further updates", gate=True, shared=WIDE, further=2),
     Arrangement(
         SERVED_EQUAL_COST,
@@ -210,12 +207,6 @@ ARRANGEMENTS = _RUN | {
     )
     for name, rival in OF_WITHHELD.items()
 }
-ARRANGEMENTS[EQUAL_LIST] = replace(
-    ARRANGEMENTS[WITHHELD_GATED],
-    name=EQUAL_LIST,
-    title=ARRANGEMENTS[WITHHELD_GATED].title.replace(", further", ", an expert's number of tokens, further"),
-    trainer=EqualListTrainer,
-)
 MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
 ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
 ONLINE_GATED = tuple(f"{name}+gate" for name in ONLINE)  # the same with the gate that the default has
@@ -229,7 +220,7 @@ FURTHER = (
     "joint:wide",
     SERVED,
 )
-TABLED_FURTHER = (*FURTHER[:-1], *OF_WITHHELD, EQUAL_LIST, SERVED)  # the default comes last
+TABLED_FURTHER = (*FURTHER[:-1], *OF_WITHHELD, LISTS, SERVED)  # the default comes last
 
 
 def at_full_strength(name: str) -> Arrangement:

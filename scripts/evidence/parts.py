@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from evidence.arrangements import (
     EQUAL_COST,
-    EQUAL_LIST,
     GATED,
     JOINT,
     LATEST,
     LEAN,
+    LISTS,
     MAIN,
     ONE_ADAPTER,
     ONE_WIDE,
@@ -48,9 +48,7 @@ PARTS: dict[str, list[Job]] = {
     ],
     "gated": [(pattern, name) for pattern in USUAL for name in (STATIC, *ONLINE_GATED, GATED)],
     "withheld": [
-        (pattern, name)
-        for pattern in ORDERS
-        for name in (STATIC, WITHHELD, WITHHELD_GATED, EQUAL_LIST, SERVED)
+        (pattern, name) for pattern in ORDERS for name in (STATIC, WITHHELD, WITHHELD_GATED, LISTS, SERVED)
     ],
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, ONE_WIDE, SERVED)],
     "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],

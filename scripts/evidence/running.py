@@ -98,11 +98,7 @@ class Run:
         if isinstance(bench.draft, LanguageModel):
             usual = replace(usual, learning_rate=TEXT_RATE, kept=LEADING)
         given = replace(usual, **arrangement.plan)
-        shared = plan.rank * arrangement.shared
-        rank = shared + plan.rank if arrangement.alone else plan.rank
-        if arrangement.alone:  # among separate experts the shared adapter stays zero, as small as can be
-            shared = 1 if arrangement.experts else rank
-        ends, lessons = bench.target.eos_token_ids, bench.lessons(rank, shared)
+        ends, lessons = bench.target.eos_token_ids, bench.lessons(*arrangement.ranks(plan.rank))
         self.trainer = kind(lessons, store, given, ends, bench.further)
         self.trainer.vocabularies.size = min(bench.own_tokens, self.trainer.vocabularies.size)
         self.base = self.trainer.student.base_hash
@@ -247,6 +243,7 @@ def run(
         found["strength"] = one.trainer.plan.strength
         found["unsure"] = sum(bool(one.weights) for one in served)
         found["resampled"] = len(bench.further.more) if bench.further else 0
+        found["text_tokens"] = one.trainer.student.has_lists  # whether they are guessed beside a list
         found["own_tokens"] = bench.own_tokens if one.trainer.student.has_lists else None
         known = round(len(served) * arrangement.beforehand)
         before = one.tokens(held) if tell_tokens else None
