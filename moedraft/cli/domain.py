@@ -185,7 +185,7 @@ def list_(
         (*(one[key] for key in keys), guessed, moment(one["created_at"]))
         for one, guessed in zip(found, covered, strict=True)
     ]
-    columns = ["name", "description", "examples", "version", "replay", "can be guessed", "registered"]
+    columns = ["name", "description", "examples", "version", "replay", "on its list", "registered"]
     print_table("Domains", columns, rows)
 
 
@@ -219,7 +219,7 @@ def show(
     if guessed := found.get("vocabulary"):
         basis = guessed.get("basis", f"{guessed['tokens']} tokens of its own")  # an older server does not say
         general = "" if guessed["shared"] is None else f" By the shared draft's: {rate(guessed['shared'])}."
-        say(f"Of its answers {rate(guessed['share'])} can be guessed: by {basis}.{general}")
+        say(f"Of its answers {rate(guessed['share'])} is on its list: by {basis}.{general}")
     if count := found.get("examples_from_traffic"):  # an older server does not say
         say(f"The router is fitted on {count} prompts of the traffic as well.")
     print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])

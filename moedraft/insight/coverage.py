@@ -1,7 +1,8 @@
-"""How much of what a domain's answers are made of can be guessed at all by whoever drafts for it.
+"""How much of what a domain's answers are made of is on the list of whoever drafts for it.
 
-A token outside a drafter's list is never accepted, whatever is learned. Experts of a feature drafter choose
-their own lists. An independent draft model guesses every token, so nothing is to be shown there.
+A feature drafter guesses the tokens of a list and, beside these, those of a row's own text, which are not
+counted here. Its experts choose their own lists. An independent draft model guesses every token, so nothing
+is to be shown there.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Tokens = NDArray[np.integer]
 class Coverage:
     """The list by which a domain is drafted for, held against the newest answers in its replay."""
 
-    tokens: int  # that can be guessed
+    tokens: int  # of the list
     share: float  # of the answers' tokens that are among them
     shared: float | None  # beside an expert's own list: the same for the list that would serve without it
     basis: str  # in words: whose list it is, and which answers were looked at
 
 
 def coverage(store: Store, name: str) -> Coverage | None:
-    """None where every token can be guessed, or no answer is kept. Raises StorageError."""
+    """None where every token is guessed, or no answer is kept. Raises StorageError."""
     found = _list_of(store, name)
     if found is None:
         return None
@@ -53,7 +54,7 @@ def coverage(store: Store, name: str) -> Coverage | None:
 
 
 def _list_of(store: Store, name: str) -> tuple[Tokens, str, int | None] | None:
-    """What can be guessed for a domain, whose list that is, and the last record that it may be chosen by.
+    """The list of a domain, whose that is, and the last record that it may be chosen by.
 
     Without a version of its own a domain has the shared adapter's list, and without that the draft base's.
     """

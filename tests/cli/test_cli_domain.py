@@ -293,7 +293,7 @@ def test_an_example_too_long_fails_the_warm_start(run: Run, home: Path, tmp_path
 
 @pytest.mark.usefixtures("registered")
 def test_a_domain_tells_what_its_expert_can_guess(run: Run, home: Path) -> None:
-    assert "can be guessed" not in run("domain", "show", "low", "--home", home).out
+    assert "on its list" not in run("domain", "show", "low", "--home", home).out
     with closing(Store.open(home)) as store:
         vocabulary = torch.tensor([3, 4], dtype=torch.int32)
         store.adapters.publish(candidate("low", vocabulary=vocabulary))
@@ -302,7 +302,7 @@ def test_a_domain_tells_what_its_expert_can_guess(run: Run, home: Path) -> None:
         )
     shown = run("domain", "show", "low", "--home", home)
     basis = "2 tokens of its own, counted in 1 answer since they were chosen"
-    assert f"Of its answers 0.750 can be guessed: by {basis}." in " ".join(shown.out.split())
+    assert f"Of its answers 0.750 is on its list: by {basis}." in " ".join(shown.out.split())
     assert "0.750" in run("domain", "list", "--home", home).out
     listed = run("domain", "list", "--home", home, "--json").data["domains"]
     assert [one["vocabulary"] and one["vocabulary"]["share"] for one in listed] == [0.75, None]

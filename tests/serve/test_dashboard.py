@@ -300,11 +300,11 @@ def test_the_share_of_answers_that_an_expert_can_guess(fresh: Site, visit: Visit
     basis = "By 2 tokens of its own, counted in 1 answer since they were chosen."
     page = visit(fresh, f"experts?expert={name}")
     expect(page.get_by_text(basis)).to_be_visible()
-    expect(page.get_by_text("Can be guessed")).to_have_attribute("title", COVERAGE)
+    expect(page.get_by_text("On its list")).to_have_attribute("title", COVERAGE)
     assert figure(page, "coverage") == "1.0"
     page = visit(fresh, "")
     table = page.locator('[data-table="experts"]')
-    expect(table.get_by_text("can be guessed")).to_have_attribute("title", COVERAGE)
+    expect(table.get_by_text("on its list")).to_have_attribute("title", COVERAGE)
     cells = {one: table.locator(f'tr[data-expert="{one}"] [data-key="coverage"]') for one in (name, SHARED)}
     assert cells[name].get_attribute("data-value") == "1.0"
     expect(cells[name].get_by_title(basis)).to_have_text("100\u202f%")
@@ -313,7 +313,7 @@ def test_the_share_of_answers_that_an_expert_can_guess(fresh: Site, visit: Visit
 
 def test_a_draft_that_guesses_every_token_has_no_column_for_it(served: Site, visit: Visit) -> None:
     table = visit(served, "").locator('[data-table="experts"]')
-    assert table.get_by_text("can be guessed").count() == 0
+    assert table.get_by_text("on its list").count() == 0
     heads, cells = table.locator("thead th"), table.locator("tbody tr").first.locator("th, td")
     assert heads.count() == cells.count() == 8
 

@@ -26,7 +26,7 @@ def experts_table(experts: tuple[Expert, ...]) -> Table:
         *_change_columns("first_step_share", "gain"),
         Column("acceptance_rate", "accepted of drafted", "share"),
         Column("mean_acceptance_length", "mean length", "number"),
-        Column("coverage", "can be guessed", "share"),
+        Column("coverage", "on its list", "share"),
         Column("replay_size", "replay", "count"),
         Column("version", "version", "count"),
         Column("updates", "updates", "count"),

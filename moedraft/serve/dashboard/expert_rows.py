@@ -19,7 +19,7 @@ LABELS = {  # by key of the cell: the label, and what it is
     "tokens_per_step_change": ("change", None),
     "recent_first_step_share": ("first guesses right", FIRST_GUESS),
     "first_step_share_change": ("change", None),
-    "coverage": ("can be guessed", COVERAGE),
+    "coverage": ("on its list", COVERAGE),
     "replay_size": ("replay", None),
     "version": ("version", None),
 }

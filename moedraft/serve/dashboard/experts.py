@@ -235,13 +235,13 @@ def _main(expert: Expert) -> list[Markup]:
 
 
 def _covered(found: Coverage | None) -> list[Markup]:
-    """What share of its answers can be guessed at all; nothing where every token can."""
+    """What share of its answers is on its list; nothing where every token is guessed."""
     if found is None:
         return []
     text = f"By {found.basis}."
     if found.shared is not None:
         text += f" By the shared draft's: {share(found.shared)}."
-    return [figure("coverage", "Can be guessed", found.share, share(found.share), text, COVERAGE)]
+    return [figure("coverage", "On its list", found.share, share(found.share), text, COVERAGE)]
 
 
 def _since(change: Change | None, *, shares: bool) -> Markup | str:

@@ -17,8 +17,8 @@ FIRST_GUESS = (
     "far the engine finds it worth to draft."
 )
 COVERAGE = (
-    "How much of its newest answers is made of tokens that its draft can guess at all. A feature drafter "
-    "guesses from a list of tokens, and what is not on the list is never guessed, whatever is learned."
+    "How much of its newest answers is made of tokens of the list from which its draft guesses. Beside these "
+    "a feature drafter guesses only tokens that stand in the request's own text."
 )
 
 
