@@ -56,7 +56,7 @@ class BesideList:
             self.rows = [draft.rows(ids[: len(text)]) for ids, text in zip(self.ids, texts, strict=True)]
         else:
             self.rows = draft.rows(self.ids)  # [B, w, H]
-        self._left_out: torch.Tensor | None = None
+        self._left_out = self._names = torch.empty(0)  # the same in all steps of a round
 
     def add(
         self, names: torch.Tensor, logits: torch.Tensor, normed: torch.Tensor
@@ -64,14 +64,13 @@ class BesideList:
         """The same names and logits with the further tokens: [B, v + w] and [B, T, v + w].
 
         names int64 [v] or [B, v], ascending: what logits [B, T, v] stand for, which are −inf where a row's
-        list lacks it. normed [B, T, H]: what they were computed from.
+        list lacks it. normed [B, T, H]: what they were computed from. All calls have the same names.
         """
-        if self._left_out is None:  # the same in all steps of a round
-            self._left_out = self.padding | self._listed(names, logits[:, 0])
-        further = self._products(normed).to(logits.dtype)
-        further = further.masked_fill(self._left_out[:, None], -torch.inf)
-        names = names.expand(len(logits), -1)
-        return torch.cat([names, self.ids], dim=-1), torch.cat([logits, further], dim=-1)
+        if not len(self._names):
+            self._left_out = (self.padding | self._listed(names, logits[:, 0]))[:, None]
+            self._names = torch.cat([names.expand(len(logits), -1), self.ids], dim=-1)
+        further = self._products(normed).to(logits.dtype).masked_fill(self._left_out, -torch.inf)
+        return self._names, torch.cat([logits, further], dim=-1)
 
     def _listed(self, names: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """bool [B, w]: which of the tokens the row's list has already. logits [B, v]."""
