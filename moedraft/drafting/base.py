@@ -238,7 +238,7 @@ def first_guesses(base: DraftBase, token_ids: list[int], features: torch.Tensor 
     assert features is not None
     draft = base.hf
     hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
-    normed, text = draft.normed(hidden), GrowingText(draft, draft.vocabulary, token_ids)
+    normed, text = draft.normed(hidden), GrowingText(draft, token_ids).beside(draft.vocabulary)
     known = torch.arange(2, len(token_ids), device=base.device)
     logits = text.add(draft.guess(normed)[0], normed[0], known)
     return [-1, -1, *text.names[logits.argmax(-1)].tolist()]

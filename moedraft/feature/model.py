@@ -190,13 +190,13 @@ class FeatureDraft(nn.Module):
         return SlotCache(1, slots)
 
     def rows(self, vocabulary: torch.Tensor) -> torch.Tensor:
-        """Rows [n, H] of these tokens (int64, sorted): the target's output, or as the checkpoint trained."""
+        """Rows [..., H] of these tokens, int64 [...]: the target's output, or as the checkpoint trained."""
         rows = self.output[vocabulary].to(self.fc.weight)
-        if self.trained is not None:
-            tokens, own = self.trained
-            found = places(vocabulary.cpu(), tokens.cpu()).to(rows.device)
-            rows[found >= 0] = own.to(rows)[found[found >= 0]]
-        return rows
+        if self.trained is None:
+            return rows
+        tokens, own = self.trained = self.trained[0].to(rows.device), self.trained[1].to(rows.device)
+        found = places(vocabulary, tokens)
+        return torch.where((found >= 0)[..., None], own[found.clamp(min=0)].to(rows), rows)
 
     def use_vocabulary(self, vocabulary: torch.Tensor) -> None:
         """Draft these tokens (int64, sorted) from now on."""

@@ -1,14 +1,14 @@
 """Tokens of a text that a feature drafter guesses beside its list.
 
-A list is short, so that the drafter's largest product is small, and a token that it lacks is never guessed.
-But most of the tokens of an answer that a list lacks stand in the text before them, names above all. So a row
+A list is short, so that the drafter's largest product is small, and what it lacks is not guessed from it. But
+most of the tokens of an answer that a list lacks stand in the text before them, names above all. So a row
 may guess the tokens of its own text too, from the target's output rows: some hundred rows more, which cost
 next to nothing (docs/experiments.md, "Tokens of the text").
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +17,8 @@ from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import places
 
 MOST = 256  # different tokens of a text, the newest ones
+STEP = 64  # output rows are multiplied in multiples of this
+NEVER = 2**62  # a place that no text has
 
 
 class TextTokens:
@@ -46,14 +48,15 @@ class BesideList:
 
     def __init__(self, draft: FeatureDraft, texts: Sequence[Sequence[int]], *, exact: bool = False) -> None:
         """texts: by row, the tokens. exact: no row's numbers may depend on the other rows."""
-        device, width = draft.fc.weight.device, max(map(len, texts))
+        device, width = draft.fc.weight.device, _rounded(max(map(len, texts)))
         padded = [[*text, *[0] * (width - len(text))] for text in texts]
         self.ids = torch.tensor(padded, dtype=torch.int64, device=device)
         lengths = torch.tensor([[len(text)] for text in texts], device=device)
         self.padding = torch.arange(width, device=device) >= lengths
         self.rows: torch.Tensor | list[torch.Tensor]
         if exact:  # [w, H] for each row
-            self.rows = [draft.rows(ids[: len(text)]) for ids, text in zip(self.ids, texts, strict=True)]
+            widths = [_rounded(len(text)) for text in texts]
+            self.rows = [draft.rows(ids[:own]) for ids, own in zip(self.ids, widths, strict=True)]
         else:
             self.rows = draft.rows(self.ids)  # [B, w, H]
         self._left_out = self._names = torch.empty(0)  # the same in all steps of a round
@@ -89,32 +92,50 @@ class BesideList:
 
 
 class GrowingText:
-    """As `BesideList`, for guesses at many places of one text that is known: each knows what is before it."""
+    """The tokens of one known text, for guesses at many of its places: each knows those before it."""
 
-    def __init__(self, draft: FeatureDraft, names: torch.Tensor, text: Iterable[int]) -> None:
-        """names int64 [v], ascending: the list that is guessed from. text: its tokens from the first."""
+    def __init__(self, draft: FeatureDraft, text: Sequence[int], begin: int = 0, most: int = MOST) -> None:
+        """begin: the first place that is guessed; of the tokens before it only the newest `most` count."""
         first: dict[int, int] = {}
+        old = {*reversed([*dict.fromkeys(reversed(text[:begin]))][:most])}
         for place, token in enumerate(text):
-            first.setdefault(token, place)
-        ids = torch.tensor(sorted(first), dtype=torch.int64)
-        ids = ids[places(ids, names.cpu()) < 0]
-        self.first = torch.tensor([first[token] for token in ids.tolist()], dtype=torch.int64)
-        self.first = self.first.to(names.device)
-        self.listed, self.further = names, ids.to(names.device)
-        self.rows, self.names = draft.rows(self.further), torch.cat([names, self.further])
+            if place >= begin or token in old:
+                first.setdefault(token, place)
+        device, filler = draft.fc.weight.device, [max(first, default=0)] * (_rounded(len(first)) - len(first))
+        self.ids = torch.tensor([*sorted(first), *filler], dtype=torch.int64, device=device)
+        known = [*(first[token] for token in sorted(first)), *(NEVER for _ in filler)]
+        self.first, self.rows = torch.tensor(known, dtype=torch.int64, device=device), draft.rows(self.ids)
+
+    def beside(self, names: torch.Tensor) -> Beside:
+        """Guesses from a list, int64 [v] and ascending, and from this text."""
+        return Beside(self, names)
+
+
+class Beside:
+    """A list and a text from which one guesses; `names` are the tokens of both."""
+
+    def __init__(self, text: GrowingText, names: torch.Tensor) -> None:
+        self.text, self.listed = text, names
+        self.names = torch.cat([names, text.ids])
+        self.never = (
+            places(text.ids, names) >= 0 if len(names) else torch.zeros_like(text.ids, dtype=torch.bool)
+        )
 
     def add(self, logits: torch.Tensor, normed: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         """Logits [T, v] of the list → [T, v + w], of `names`.
 
         normed [T, H]: what they were computed from. known int64 [T]: how many tokens stand before each guess.
         """
-        further = (normed.to(self.rows.dtype) @ self.rows.T).to(logits.dtype)
-        unknown = self.first >= known[:, None]
+        further = (normed.to(self.text.rows.dtype) @ self.text.rows.T).to(logits.dtype)
+        unknown = (self.text.first >= known[:, None]) | self.never
         return torch.cat([logits, further.masked_fill(unknown, -torch.inf)], dim=-1)
 
     def columns(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Where each of these tokens stands in `names`; −1 where it does not."""
-        if not len(self.further):
-            return places(token_ids, self.listed)
-        own, more = places(token_ids, self.listed), places(token_ids, self.further)
+        own, more = places(token_ids, self.listed), places(token_ids, self.text.ids)
         return torch.where((own < 0) & (more >= 0), len(self.listed) + more, own)
+
+
+def _rounded(count: int) -> int:
+    """The number of rows that are multiplied for so many: products are made for few shapes only."""
+    return -(-max(count, 1) // STEP) * STEP

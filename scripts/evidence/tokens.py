@@ -16,6 +16,7 @@ from moedraft.distill.features.feature_batches import DraftVocabulary, collate, 
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.measuring.measures import Serving, instead
+from moedraft.feature.text_tokens import GrowingText
 
 KEPT = 100  # tokens, the most frequent ones in the target's answers
 Pair = tuple[int, int]  # what the target says, and what was guessed
@@ -36,10 +37,10 @@ def first_guesses(
     records: Sequence[ReplayRecord],
     vocabulary: torch.Tensor,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Read these answers, and guess each of their tokens but the first from this list of tokens.
+    """Read these answers, and guess each of their tokens but the first from this list and the text before it.
 
-    Yields, for some answers at a time, what the target says [N], the tokens that may be guessed [V], and the
-    logits [N, V] of these.
+    Yields, for one answer after the other, what the target says [N], the tokens that may be guessed [V], and
+    the logits [N, V] of these.
     """
     student, lessons = trainer.student, trainer.lessons
     assert isinstance(lessons, FeatureLessons)
@@ -47,15 +48,17 @@ def first_guesses(
     with instead(student, serving):
         student.use_lists({owner: vocabulary})
         known = DraftVocabulary(student.vocabulary, student.vocab_size)
-        for first in range(0, len(records), trainer.plan.rows):
-            chosen = records[first : first + trainer.plan.rows]
-            owners, longest = [owner] * len(chosen), trainer.plan.max_tokens
-            batch = collate(chosen, owners, lessons.states, known, device, longest)
+        for record in records:
+            batch = collate([record], [owner], lessons.states, known, device, trainer.plan.max_tokens)
             with lessons.student.precision():
                 hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
-                for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):
-                    ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
-                    yield taught.tokens[part.rows], ids, part.logits
+                [part] = lessons.student.guesses(hidden[taught.rows], [owner], taught.counts)
+                ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
+                whole = GrowingText(lessons.student.draft, record.token_ids, record.num_prompt_tokens)
+                text = whole.beside(ids)
+                before = record.num_prompt_tokens + taught.rows.nonzero()[:, 1] + 1
+                normed = lessons.student.draft.normed(hidden[taught.rows])
+                yield taught.tokens, text.names, text.add(part.logits, normed, before)
 
 
 def pairs(

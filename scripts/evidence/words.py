@@ -73,14 +73,11 @@ METHOD_TEXT = """## How it was measured
   later requests show to be worse, and lets what an answer shows of the experts decide who drafts on
   (`selector = "evidence"`); here the router alone does.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. On [evidence-served](evidence-served.md) the default's runs of the steady mix, and of the one with a
-  domain that the drafter was trained on, have the present gate, which also counts
+  three. All runs of [evidence-served](evidence-served.md) have the present gate, which also counts
   [what adapters do on new records](experiments.md#a-domain-that-the-drafter-knows) where it asks whether a
-  domain is better left to the draft base. The other orders there are of the gate before, three of them (a
-  domain that nobody registered, a new domain from the middle on, and shares by Zipf's law) of one that, like
-  that of [evidence-turns](evidence-turns.md), decides alike on what is published, but throws joint candidates
-  away sooner. All others were made with the forms that the gate had at their time, which publish
-  [later](experiments.md#what-the-gate-goes-by).
+  domain is better left to the draft base. That of [evidence-turns](evidence-turns.md) decides alike on what
+  is published, but throws joint candidates away sooner. All others were made with the forms that the gate
+  had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
@@ -89,18 +86,19 @@ METHOD_TEXT = """## How it was measured
 
 EQUAL_WEIGHTS = """\
 - **Equal weights**: an adapter that stands alone has the rank of two that stand on each other, so as
-  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well, an
-  expert [those of its own](experiments.md#how-long-an-experts-own-list-is): 8 192 in the runs of
-  [evidence-served](evidence-served.md), 4 096 in all others. Lists count what the target held possible, a
-  domain's share of the records is held out, and training goes on from candidates that do some harm
-  ([what that changed](experiments.md#what-the-gate-threw-away)) in the same runs of
-  [evidence-served](evidence-served.md) as have the present gate or the one before (below); all other runs
-  were made before that, and before lists kept the tokens of earlier records.
+  many weights take part in each guess. One adapter drafts the tokens that any domain's traffic held, and the
+  base's, some 16 000; an expert [those of its own list](experiments.md#how-long-an-experts-own-list-is). On
+  [evidence-served](evidence-served.md) that is as long as guesses best on new records (512 to 8 192 tokens),
+  and every arrangement, static too, guesses
+  [the tokens of a prompt's own text](experiments.md#tokens-of-the-text) beside it. All other runs were made
+  before that, from lists of 4 096 tokens alone, and before lists counted what the target held possible, a
+  domain's share of the records was held out, and training went on from candidates that do some harm
+  ([what that changed](experiments.md#what-the-gate-threw-away)).
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
-  [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic;
-  whole in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all
-  others.{strength}
+  [evidence-served](evidence-served.md) and [evidence-turns](evidence-turns.md), but for poisoned traffic of
+  the latter; whole in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in
+  all others.{strength}
 - **Further answers**: {further}
 - **Unsure routing**: {unsure}"""
 UNEQUAL_WEIGHTS = """\
@@ -177,17 +175,10 @@ that fits), and with another `--out` all of it anew. Without `--doc` the page is
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini \\
         --doc docs/evidence-mini.md
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts served --patterns steady,one-by-one,shift,drift,crossed
+        --doc docs/evidence-served.md --parts withheld --arrangements \\
+        static,mixed-replay+gate:wide:withheld,lists+gate:wide,joint+gate:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts served --resampled 0 \\
-        --patterns new-domain,zipf,unregistered,reworded
-    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts poison --arrangements static,joint+gate:wide
-    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts served,withheld --patterns familiar
-    python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts withheld --patterns \\
-        one-by-one,shift,poison-labels,poison-noise,poison-flood
+        --doc docs/evidence-served.md --parts served --arrangements static,offline,mixed-replay:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
         --strength 1 --own-tokens 4096 --resampled 0 --doc docs/evidence-turns.md \\
         --parts main,gated,further,poison --arrangements \\

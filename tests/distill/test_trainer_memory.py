@@ -300,7 +300,7 @@ def test_the_gate_goes_on_counting_what_it_has_kept(home: Home) -> None:
     """So that a line which shows nothing ends, however often the trainer is started again."""
     home.trainer.update()
     memory = TrainerMemory(home.store.home.path, home.store.registry)
-    memory.keep(home.trainer, 0, OfGate(kept={SHARED: (0, 4), "sql": (0, 3)}))
+    memory.keep(home.trainer, 0, lambda: OfGate(kept={SHARED: (0, 4), "sql": (0, 3)}))
     loop = a_loop(home, a_trainer(home))
     loop.judge = judge = Judge(JointMeasure(loop.trainer, 3), home.store)
     loop.resume()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moedraft.feature.model import FeatureDraft
 from moedraft.feature.text_tokens import BesideList, GrowingText, TextTokens
 
 from random_features import SOME, draft_for
@@ -81,20 +82,21 @@ def test_a_row_by_itself_has_the_same_numbers_as_in_a_batch_where_that_is_asked_
         own = normed[b : b + 1]
         _, alone = BesideList(DRAFT, [text], exact=True).add(SOME, DRAFT.guess(normed)[b : b + 1], own)
         width = len(LISTED) + len(text)
-        assert torch.equal(alone[0], together[b, :, :width])
+        assert torch.equal(alone[0, :, :width], together[b, :, :width])
 
 
 def test_no_row_has_a_text() -> None:
     normed = states(2, 1)
     names, logits = BesideList(DRAFT, [[], []]).add(SOME, DRAFT.guess(normed), normed)
-    assert torch.equal(names[0], SOME)
-    assert torch.equal(logits, DRAFT.guess(normed))
+    assert torch.equal(names[0, : len(SOME)], SOME)
+    assert torch.equal(logits[..., : len(SOME)], DRAFT.guess(normed))
+    assert (logits[..., len(SOME) :] == -torch.inf).all()
 
 
 def test_in_a_known_text_each_place_guesses_from_what_stands_before_it() -> None:
     text = [OTHERS[4], LISTED[1], OTHERS[0], OTHERS[4], LISTED[2], OTHERS[9], OTHERS[8], OTHERS[0]]
     normed, known = states(len(text)), torch.arange(1, len(text) + 1)
-    growing = GrowingText(DRAFT, SOME, text)
+    growing = GrowingText(DRAFT, text).beside(SOME)
     found = growing.add(DRAFT.guess(normed), normed, known)
     for place in range(len(text)):
         before = [*dict.fromkeys(text[: place + 1])]
@@ -109,10 +111,34 @@ def test_in_a_known_text_each_place_guesses_from_what_stands_before_it() -> None
     assert columns[2:].tolist() == [-1, -1]
 
 
+def test_of_what_stands_before_the_first_guess_only_the_newest_tokens_count() -> None:
+    text = [OTHERS[1], OTHERS[2], OTHERS[3], OTHERS[1], OTHERS[4], OTHERS[5]]
+    normed = states(1)
+    growing = GrowingText(DRAFT, text, 5, most=2).beside(SOME)
+    found = spread(growing.names[None], growing.add(DRAFT.guess(normed), normed, torch.tensor([5]))[None])
+    assert found[0, 0, [OTHERS[1], OTHERS[4]]].isfinite().all()
+    assert (found[0, 0, [OTHERS[2], OTHERS[3], OTHERS[5]]] == -torch.inf).all()
+    later = growing.add(DRAFT.guess(normed), normed, torch.tensor([6]))
+    assert spread(growing.names[None], later[None])[0, 0, OTHERS[5]].isfinite()
+
+
+def test_rows_that_a_checkpoint_has_trained_are_used() -> None:
+    target = random_model("llama", 0).hf
+    own = torch.randn(len(SOME), SIZE, generator=torch.Generator().manual_seed(1))
+    weights = (target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach())
+    draft = FeatureDraft(DRAFT.config, SOME, *weights, own_rows=own)
+    found = draft.rows(torch.tensor([[LISTED[5], OTHERS[0]], [OTHERS[3], LISTED[1]]]))
+    assert torch.equal(found[0, 0], own[5])
+    assert torch.equal(found[1, 1], own[1])
+    assert torch.equal(found[0, 1], weights[1][OTHERS[0]])
+
+
 def test_a_text_within_the_list_adds_nothing() -> None:
-    growing = GrowingText(DRAFT, SOME, LISTED[:4])
+    growing = GrowingText(DRAFT, LISTED[:4]).beside(SOME)
     normed = states(2)
-    assert torch.equal(growing.add(DRAFT.guess(normed), normed, torch.tensor([1, 2])), DRAFT.guess(normed))
+    found = growing.add(DRAFT.guess(normed), normed, torch.tensor([1, 2]))
+    assert torch.equal(found[:, : len(SOME)], DRAFT.guess(normed))
+    assert (found[:, len(SOME) :] == -torch.inf).all()
     assert growing.columns(torch.tensor([LISTED[2], OTHERS[0]])).tolist() == [2, -1]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.features.list_lengths import LENGTHS, ListLengths
+from moedraft.distill.features.list_lengths import FIRST, LENGTHS, ListLengths
 from moedraft.feature.vocabulary import UNIT, counted, own_ranked, ranked, union
 
 OWN_TOKENS = 8192  # of an expert at most, unless the draft base has fewer
@@ -71,6 +71,7 @@ class Vocabularies:
     def forget(self) -> None:
         """Forget which tokens earlier records held; the lists stay."""
         self._came.clear()
+        self._ranked.clear()
         self.lengths.forget()
 
     def choose(self, records: Mapping[str, Iterable[ReplayRecord]]) -> None:
@@ -94,7 +95,8 @@ class Vocabularies:
                 ]  # else the domain's rarest would go
                 preferred = [*learned, *before, *general]
                 self._ranked[name] = own_ranked(self._came[name], self.size, preferred, self.always)
-                self._lists[name] = self._first_of(name, self.lengths.of(name))
+                now = len(self._lists[name]) if name in self._lists else FIRST
+                self._lists[name] = self._first_of(name, self.lengths.of(name, now))
         others = [token for token in sorted({*self.all().tolist(), *together}) if token not in known]
         room = max(MOST_SHARED - len(known), 0)
         came = sum(self._came.values(), Counter[int]())  # that of earlier updates, too

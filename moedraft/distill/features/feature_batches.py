@@ -22,7 +22,6 @@ from moedraft.distill.features.record_states import States
 
 MAX_CONTEXT = 256  # tokens of the prompt that the drafter reads in an update, from its end
 OUTSIDE = -1  # a token that cannot be drafted
-ROUNDING = 1e-5  # of a sum of probabilities
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def within(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, tor
     known = kept.exp().sum(
         -1, keepdim=True
     )  # by rounding, what is left may seem to be more or less than that
-    left = torch.where(1 - lost > known + ROUNDING, 1 - lost, known)
+    left = torch.where(1 - lost > known + 4 * torch.finfo(lost.dtype).eps, 1 - lost, known)
     return ids, kept - left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
 

@@ -3,12 +3,13 @@
 A short list leaves out tokens that the domain hardly ever holds, so it guesses wrong less often, and it
 costs less; a long one lacks fewer of the right ones. Which of the two weighs more depends on the domain. What
 stands in a row's text can be guessed with any list (`feature.text_tokens`), so most lists can be short
-(docs/experiments.md, "How long an expert's own list is").
+(docs/experiments.md, "Tokens of the text").
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # of which one is chosen
 FIRST = 1024  # before enough was seen
@@ -28,11 +29,11 @@ class ListLengths:
         before, new = self._seen.get(name, [0.0] * (len(LENGTHS) + 1)), [*hits, guesses]
         self._seen[name] = [FORGETS * old + more for old, more in zip(before, new, strict=True)]
 
-    def of(self, name: str) -> int:
-        """The shortest that guesses hardly less than the best."""
+    def of(self, name: str, now: int = FIRST) -> int:
+        """The shortest that guesses hardly less than the best; as it is `now` before enough was seen."""
         *hits, guesses = self._seen.get(name, [0.0])
         if guesses < ENOUGH:
-            return FIRST
+            return now
         least = max(hits) - WORTH * guesses
         return next(length for length, hit in zip(LENGTHS, hits, strict=True) if hit >= least)
 
@@ -41,8 +42,9 @@ class ListLengths:
         return {name: [*seen] for name, seen in self._seen.items()}
 
     def restore(self, told: Mapping[str, Sequence[float]]) -> None:
-        """Go on from what another one has seen; what has not the right number of figures is left out."""
-        self._seen = {name: [*seen] for name, seen in told.items() if len(seen) == len(LENGTHS) + 1}
+        """Go on from what another one has seen; figures that cannot be counts are left out."""
+        whole = {name: [*seen] for name, seen in told.items() if len(seen) == len(LENGTHS) + 1}
+        self._seen = {n: seen for n, seen in whole.items() if all(map(isfinite, seen)) and min(seen) >= 0}
 
     def forget(self) -> None:
         self._seen.clear()

@@ -10,7 +10,7 @@ from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBa
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.joint.plan import Guessed
-from moedraft.feature.text_tokens import GrowingText
+from moedraft.feature.text_tokens import Beside, GrowingText
 
 
 @torch.no_grad()
@@ -57,20 +57,21 @@ def _accepted(
         for b in sorted(set(rows[part.rows].tolist())):
             mine = (rows[part.rows] == b).nonzero()[:, 0]  # of this part; all places of a row are in one
             chosen, before = mine + part.rows.start, batch.prompts[b] - 1
-            text = GrowingText(student.draft, names, _text_of(batch, b))
+            text = _text_of(student, batch, b).beside(names)
             logits = text.add(part.logits[mine], states[chosen], before + at[chosen])
             hits[chosen], given[chosen] = _of_row(batch, b, at[chosen], logits, text)
     return hits, given
 
 
-def _text_of(batch: FeatureBatch, b: int) -> list[int]:
-    """The tokens of a row's text from its second one on, as far as the batch holds it."""
-    context, answer = batch.context_ids[b], batch.answer_ids[b]
-    return [*context[len(context) - int(batch.prompts[b]) + 1 :].tolist(), *answer.tolist()]
+def _text_of(student: FeatureStudent, batch: FeatureBatch, b: int) -> GrowingText:
+    """A row's text from its second token on, as far as the batch holds it."""
+    context, before = batch.context_ids[b], int(batch.prompts[b]) - 1
+    text = [*context[len(context) - before :].tolist(), *batch.answer_ids[b].tolist()]
+    return GrowingText(student.draft, text, before)
 
 
 def _of_row(
-    batch: FeatureBatch, b: int, at: torch.Tensor, logits: torch.Tensor, text: GrowingText
+    batch: FeatureBatch, b: int, at: torch.Tensor, logits: torch.Tensor, text: Beside
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_accepted`, for some places of row b's answer. logits [T, v] of the tokens `text.names`."""
     tokens, temperature = batch.answer_ids[b, at], batch.temperatures[b].expand(len(at))
@@ -98,10 +99,10 @@ def guessed_from(
     for b, owner in enumerate(batch.owners):
         states, at = hidden[b][tried[b]], tried[b].nonzero()[:, 0] + 1
         logits, normed = student.logits(states, [owner], [len(states)]), student.draft.normed(states)
-        found = torch.zeros(len(lists[owner]) + 1, dtype=torch.float64)
+        found, whole = torch.zeros(len(lists[owner]) + 1, dtype=torch.float64), _text_of(student, batch, b)
         for i, names in enumerate(lists[owner]):
             names = names.to(states.device)
-            text = GrowingText(student.draft, names, _text_of(batch, b))
+            text = whole.beside(names)
             known = text.add(logits[:, numbers(names)], normed, batch.prompts[b] - 1 + at)
             found[i] = _of_row(batch, b, at, known, text)[0].sum()
         found[-1] = len(states)

@@ -51,8 +51,8 @@ class JointLoop(DistillLoop):
         if self.memory is not None:
             self.purges, found = self.memory.restore(self.trainer, gated=self.judge is not None)
             if isinstance(self.judge, Judge):
-                found.restore(self.judge, self.trainer.student.base_hash, self._trained())
-        self.trainer.last_id = self._trained()
+                found.restore(self.judge, self.trainer.student.base_hash, self._drawn())
+        self.trainer.last_id, self.trainer.drawn_id = self._trained(), self._drawn()
 
     def due(self) -> str | None:
         """SHARED, which stands for an update of all, when there are as many new records as `interval` wants.
@@ -91,8 +91,9 @@ class JointLoop(DistillLoop):
         """Keep what the trainer has in memory, unless one expert alone is learning."""
         if self.memory is None or self.trainer.learner is not None:
             return
-        gate = OfGate.taken(self.judge) if isinstance(self.judge, Judge) else OfGate()
-        self.memory.keep(self.trainer, self.purges, None if self.judge is None else gate, now=now)
+        judge = self.judge
+        taken = (lambda: OfGate.taken(judge)) if isinstance(judge, Judge) else OfGate
+        self.memory.keep(self.trainer, self.purges, None if judge is None else taken, now=now)
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
         dropped = super()._dropped(candidates)
@@ -102,6 +103,12 @@ class JointLoop(DistillLoop):
     def _trained(self) -> int:
         """The newest record that was trained on, by the home's storage."""
         return int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
+
+    def _drawn(self) -> int:
+        """The newest record that any adapter was trained on."""
+        names = [name for name, _ in self.store.registry.domain_names()]
+        each = [self.store.registry.get_meta(f"trained:{name}") for name in (SHARED, *names)]
+        return max(int(one or 0) for one in each)
 
     def _news(self) -> int:
         """Records of all domains since the last update."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -66,6 +66,7 @@ class JointTrainer:
         self.vocabularies = Vocabularies(student.general, student.vocab_size, always, own=student.has_lists)
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
         self.last_id = 0  # of the records that the last update knew of
+        self.drawn_id = 0  # of those that any update knew of, also one of a single expert
         self.seed = 0  # of the next draw of records
         self.learner: str | None = None  # the only expert that learns, see `only`
         self._chance = random.Random(0)  # whether a record that may be another domain's teaches an expert
@@ -110,6 +111,7 @@ class JointTrainer:
                 self.forget(name)
             raise
         self.last_id = self.last_id if self.learner else last_id  # the shared adapter has not seen them
+        self.drawn_id = last_id
         return JointUpdate(tuple(one for one in made if one.records), last_id, loss)
 
     @contextmanager
@@ -187,7 +189,7 @@ class JointTrainer:
             for name in whose(record) & by_domain.keys():
                 by_domain[name].append(record)
         self.vocabularies.choose({name: with_further(some, self.further) for name, some in by_domain.items()})
-        self._widen()
+        self.widen()
         found = {name: self.vocabularies.of(name) for name in by_domain if name != SHARED}
         self.student.use_lists({name: own for name, own in found.items() if own is not None})
 
@@ -195,7 +197,7 @@ class JointTrainer:
     def _see_lengths(self, records: Sequence[ReplayRecord], on_batch: Callable[[], None]) -> None:
         """Count what experts guess of new records, before these are learned from, by their lists' length."""
         nested = {name: self.vocabularies.nested(name) for name in {record.domain for record in records}}
-        known = [record for record in records if nested[record.domain]]
+        known = [one for one in records if nested[one.domain] and one.id > self.drawn_id]
         if not (known and isinstance(self.lessons, FeatureLessons)):
             return
         found: dict[str, torch.Tensor] = {}
@@ -209,10 +211,11 @@ class JointTrainer:
             *hits, guesses = counts.tolist()
             self.vocabularies.lengths.observe(name, hits, guesses)
 
-    def _widen(self) -> None:
-        """Have the student draft every token that some adapter does."""
+    def widen(self, lists: Iterable[torch.Tensor] = ()) -> None:
+        """Have the student draft every token that some adapter does, and those of these lists."""
         before = self.student.vocabulary
-        wanted = union([before, self.vocabularies.all().to(before.device)])
+        every = union([self.vocabularies.all(), *(one.cpu().long() for one in lists)])
+        wanted = union([before, every.to(before.device)])
         if len(wanted) > len(before):
             self.student.widen(wanted, self.optimisers.values())
 
@@ -296,7 +299,7 @@ class JointTrainer:
         self.vocabularies.restore(name, found[1].vocabulary if found else None, counts)
         if found:
             stored = found[1]
-            self._widen()
+            self.widen()
             self.student.load(name, version, stored.config, stored.tensors, stored.vocabulary)
             self.student.grow(name, scaling(stored.config, "", stored.config["r"]))
         else:

@@ -52,6 +52,8 @@ class JointMeasure:
         own = self.general if who is None or who.vocabulary is None else who.vocabulary
         counted, losses = [np.zeros((0, self.depth, 2))], 0.0
         chances = [np.zeros((0, 2))]
+        if lists := [one.vocabulary for one in serving.values() if one and one.vocabulary is not None]:
+            self.trainer.widen(lists)  # after a start the student drafts no more than the base
         lessons.states.on_forward = on_batch
         with instead(student, serving):
             student.use_lists({domain: own})

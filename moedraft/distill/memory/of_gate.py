@@ -7,7 +7,7 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from moedraft.distill.judging.beside_base import SeenRecord
 from moedraft.distill.judging.gate import Seen
@@ -26,6 +26,7 @@ def _hits_of_tries(found: list[list[float]]) -> list[list[float]]:
     return found
 
 
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Pairs = Annotated[list[list[float]], AfterValidator(_hits_of_tries)]
 
 
@@ -33,11 +34,13 @@ class Figures(BaseModel):
     """What was measured of one record under one set of adapters."""
 
     counts: Pairs  # of the draft's tokens number 1 … depth
-    chances: tuple[float, float] | None = None
+    chances: tuple[Amount, Amount] | None = None
 
     @classmethod
     def of(cls, measured: Measured) -> Figures:
-        chances = None if measured.chances is None else (measured.chances[0, 0], measured.chances[0, 1])
+        found = None if measured.chances is None else measured.chances[0]
+        known = found is not None and bool(np.isfinite(found).all())
+        chances = (float(found[0]), float(found[1])) if found is not None and known else None
         return cls(counts=measured.counts[0].tolist(), chances=chances)
 
     def measured(self) -> Measured:
@@ -55,6 +58,12 @@ class SeenFigures(BaseModel):
     versions: tuple[int, int]
     before: Figures
     after: Figures
+
+    @model_validator(mode="after")
+    def _of_one_depth(self) -> SeenFigures:
+        if len(self.before.counts) != len(self.after.counts):
+            raise ValueError("both are of drafts of one length")
+        return self
 
     @classmethod
     def of(cls, row: SeenRecord) -> SeenFigures:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,12 +77,17 @@ class TrainerMemory:
         return words.of_same(names, others)
 
     def keep(
-        self, trainer: JointTrainer, purges: int, gate: OfGate | None = None, *, now: bool = False
+        self,
+        trainer: JointTrainer,
+        purges: int,
+        gate: Callable[[], OfGate] | None = None,
+        *,
+        now: bool = False,
     ) -> None:
         """Write what `trainer` has in memory, or remove the file where it has nothing to go on from.
 
-        purges: `Registry.purges` when its records were drawn. gate: what it has in memory; None without one.
-        now: although it was written just before, as it is where something written was forgotten since.
+        purges: `Registry.purges` when its records were drawn. gate: tells what it has in memory; None: there
+        is none. now: although it was written just before, as it is where something written was forgotten since.
         Raises nothing: learning goes on without the file.
         """
         if not now and time.monotonic() < self.rest_until and self.written <= trainer.versions.keys():
@@ -95,7 +101,7 @@ class TrainerMemory:
             self.complained = True
             self.remove()  # it is older than what serves, or will be soon
 
-    def _keep(self, trainer: JointTrainer, purges: int, gate: OfGate | None) -> None:
+    def _keep(self, trainer: JointTrainer, purges: int, gate: Callable[[], OfGate] | None) -> None:
         base_hash = trainer.student.base_hash
         stamps = {name: self._serving(name, base_hash) for name in trainer.versions}
         stamps = {name: one for name, one in stamps.items() if one.version == trainer.versions[name]}
@@ -103,7 +109,7 @@ class TrainerMemory:
             if self.written or SHARED in stamps:  # else the file is of another draft, target or setting
                 self.remove()
             return
-        told = {} if gate is None else dict(gate)
+        told = {} if gate is None else dict(gate())
         words = Words(base_hash=base_hash, purges=purges, seed=trainer.seed, adapters=stamps, **told)
         words.target = self.registry.get_meta(TARGET_ID)
         words.gated, words.lengths = gate is not None, trainer.vocabularies.lengths.told()

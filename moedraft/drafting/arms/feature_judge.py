@@ -21,7 +21,7 @@ from moedraft.drafting.experts.layer import Multiplies
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.evidence import Passage
-from moedraft.feature.text_tokens import GrowingText
+from moedraft.feature.text_tokens import Beside, GrowingText
 
 
 class FeatureJudge:
@@ -105,21 +105,23 @@ class FeatureJudge:
         heads, experts, shared = self.bank.heads, self.bank.experts, self.bank.shared
         assert heads is not None, "the experts of a feature drafter have output rows of their own"
         sizes = [passage.end - passage.first for passage in passages]
+        texts = [GrowingText(self.drafter.draft, p.row.token_ids[: p.end + 1], p.first + 2) for p in passages]
         for states, arm in zip(normed, arms, strict=True):
             vocabulary, product = heads.base if arm in self.bank.unadapted else heads.shared
             if arm in experts and arm not in self.bank.unadapted:
                 found = heads.kept.needed({arm: experts[arm]}, lambda one: {HEAD: heads.made(shared, one)})
                 vocabulary, product = heads.vocabulary(experts[arm]), found[arm][HEAD]
             parts = [torch.split(each, sizes) for each in (product(states[None])[0], states)]
-            yield torch.cat(
-                [self._likeliest(vocabulary, *part) for part in zip(passages, *parts, strict=True)]
-            )
+            likeliest = [
+                self._likeliest(passage, text.beside(vocabulary), *part)
+                for passage, text, *part in zip(passages, texts, *parts, strict=True)
+            ]
+            yield torch.cat(likeliest)
 
     def _likeliest(
-        self, vocabulary: torch.Tensor, passage: Passage, logits: torch.Tensor, normed: torch.Tensor
+        self, passage: Passage, text: Beside, logits: torch.Tensor, normed: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens int64 [T]. logits [T, v] of the list `vocabulary`, computed from normed [T, H]."""
-        text = GrowingText(self.drafter.draft, vocabulary, passage.row.token_ids[: passage.end + 1])
+        """Tokens int64 [T]. logits [T, v] of the arm's list, computed from normed [T, H]."""
         known = torch.arange(passage.first + 2, passage.end + 2, device=logits.device)
         return text.names[best_tokens(text.add(logits, normed, known))]
 

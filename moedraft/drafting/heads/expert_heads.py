@@ -34,6 +34,8 @@ class ExpertHeads:
         """layer: the drafter's output layer. budget, copies: as `MergedExperts`'."""
         self.draft, self.layer = draft, layer
         self.general = draft.vocabulary  # the base's
+        # Lists are filled up with it, since they must be ascending; the smallest of what may be a vocabulary.
+        self.last = min(draft.config.vocab_size, len(draft.output), len(draft.embeddings)) - 1
         self.base: Head = (self.general, layer.with_weight(layer.base_weight()))
         self.shared: Head = self.base  # with the shared adapter
         self.kept = MergedExperts(budget, copies, (HEAD,))
@@ -108,7 +110,7 @@ class ExpertHeads:
             self.draft.vocabulary, self.layer.product = heads[owners[0]]
             return
         width = max(len(heads[owner][0]) for owner in owners)
-        names = self.general.new_full((len(owners), width), self.draft.config.vocab_size - 1)
+        names = self.general.new_full((len(owners), width), self.last)
         for row, owner in enumerate(owners):
             names[row, : len(heads[owner][0])] = heads[owner][0]
         self.draft.vocabulary = names
