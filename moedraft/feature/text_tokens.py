@@ -106,12 +106,12 @@ class GrowingText:
         known = [*(first[token] for token in sorted(first)), *(NEVER for _ in filler)]
         self.first, self.rows = torch.tensor(known, dtype=torch.int64, device=device), draft.rows(self.ids)
 
-    def beside(self, names: torch.Tensor) -> Beside:
+    def beside(self, names: torch.Tensor) -> ListAndText:
         """Guesses from a list, int64 [v] and ascending, and from this text."""
-        return Beside(self, names)
+        return ListAndText(self, names)
 
 
-class Beside:
+class ListAndText:
     """A list and a text from which one guesses; `names` are the tokens of both."""
 
     def __init__(self, text: GrowingText, names: torch.Tensor) -> None:

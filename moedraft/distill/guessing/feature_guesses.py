@@ -10,7 +10,7 @@ from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBa
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.joint.plan import Guessed
-from moedraft.feature.text_tokens import Beside, GrowingText
+from moedraft.feature.text_tokens import ListAndText, GrowingText
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def _text_of(student: FeatureStudent, batch: FeatureBatch, b: int) -> GrowingTex
 
 
 def _of_row(
-    batch: FeatureBatch, b: int, at: torch.Tensor, logits: torch.Tensor, text: Beside
+    batch: FeatureBatch, b: int, at: torch.Tensor, logits: torch.Tensor, text: ListAndText
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_accepted`, for some places of row b's answer. logits [T, v] of the tokens `text.names`."""
     tokens, temperature = batch.answer_ids[b, at], batch.temperatures[b].expand(len(at))

@@ -87,7 +87,7 @@ class TrainerMemory:
         """Write what `trainer` has in memory, or remove the file where it has nothing to go on from.
 
         purges: `Registry.purges` when its records were drawn. gate: tells what it has in memory; None: there
-        is none. now: although it was written just before, as it is where something written was forgotten since.
+        is none. now: although it was written just before, as where something written was forgotten since.
         Raises nothing: learning goes on without the file.
         """
         if not now and time.monotonic() < self.rest_until and self.written <= trainer.versions.keys():

@@ -21,7 +21,7 @@ from moedraft.drafting.experts.layer import Multiplies
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.evidence import Passage
-from moedraft.feature.text_tokens import Beside, GrowingText
+from moedraft.feature.text_tokens import ListAndText, GrowingText
 
 
 class FeatureJudge:
@@ -119,7 +119,7 @@ class FeatureJudge:
             yield torch.cat(likeliest)
 
     def _likeliest(
-        self, passage: Passage, text: Beside, logits: torch.Tensor, normed: torch.Tensor
+        self, passage: Passage, text: ListAndText, logits: torch.Tensor, normed: torch.Tensor
     ) -> torch.Tensor:
         """Tokens int64 [T]. logits [T, v] of the arm's list, computed from normed [T, H]."""
         known = torch.arange(passage.first + 2, passage.end + 2, device=logits.device)
