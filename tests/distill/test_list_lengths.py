@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from feature_records import SOME, a_batch, a_draft, a_record, a_target, stir
-from test_joint import Home
+from test_joint import Home, a_student
 
 from moedraft.core import SHARED
 from moedraft.distill.features.expert_vocabularies import Vocabularies
+from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.features.list_lengths import ENOUGH, FIRST, LENGTHS, ListLengths
 from moedraft.distill.guessing.feature_guesses import guessed, guessed_from
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.measuring.measures import JointMeasure
+
+NAMES = (SHARED, "code")
 
 
 def seen(*hits: float, guesses: float = 1000, times: int = 1) -> ListLengths:
@@ -112,3 +118,48 @@ def test_a_trainer_sees_how_long_lists_should_be_on_records_that_it_has_not_lear
     trainer.update()
     assert trainer.vocabularies.lengths.told() == told, "nothing new came"
     home.store.close()
+
+
+def test_what_one_expert_alone_has_learned_from_says_nothing_of_its_list(home: Home) -> None:
+    """As in a warm start, whose updates draw the same records again and again."""
+    trainer = home.trainer
+    trainer.vocabularies.size, trainer.vocabularies.useful = 40, True
+    with trainer.only("code"):
+        for _ in range(3):
+            trainer.update()
+    trainer.update()
+    assert trainer.vocabularies.lengths.told() == {}
+    home.store.close()
+
+
+def test_a_list_stays_as_long_as_it_is_where_nothing_is_known_of_it() -> None:
+    target = a_target()
+    lists = Vocabularies(torch.arange(97), 97)
+    lists.restore("code", torch.arange(10, 50))
+    lists.choose({"code": [a_record(target, 1, topk=8)]})
+    assert len(lists.of("code")) == 40  # type: ignore[arg-type]
+    lists.forget()
+    assert lists.nested("code") == [], "what was purged leaves no ranking"
+
+
+def test_after_a_start_versions_are_measured_with_all_tokens_of_their_lists(home: Home) -> None:
+    trainer = home.trainer
+    trainer.vocabularies.size, trainer.vocabularies.useful = 40, True
+    update = trainer.update()
+    assert update is not None
+    home.publish(update)
+    records = [one for one in home.store.replay.records(limit=16) if one.domain == "code"]
+    serving = {name: home.store.adapters.load_live(name, trainer.student.base_hash)[1] for name in NAMES}  # type: ignore[index]
+    found = [JointMeasure(one, 3)(serving, "code", records, lambda: None) for one in (trainer, fresh(home))]
+    assert serving["code"].vocabulary is not None
+    assert not {*serving["code"].vocabulary.tolist()} <= {*SOME.tolist()}
+    assert np.array_equal(found[0].counts, found[1].counts)
+    assert found[0].chances == pytest.approx(found[1].chances, abs=1e-5)
+    home.store.close()
+
+
+def fresh(home: Home) -> JointTrainer:
+    """One that was just started and has loaded nothing."""
+    lessons = FeatureLessons(a_student(home.draft), home.trainer.lessons.states)
+    assert torch.equal(lessons.student.vocabulary, SOME)
+    return JointTrainer(lessons, home.store, home.trainer.plan)

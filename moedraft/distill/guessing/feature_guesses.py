@@ -10,7 +10,7 @@ from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBa
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.guessing.sampled import accepted, at_temperature
 from moedraft.distill.joint.plan import Guessed
-from moedraft.feature.text_tokens import ListAndText, GrowingText
+from moedraft.feature.text_tokens import GrowingText, ListAndText
 
 
 @torch.no_grad()

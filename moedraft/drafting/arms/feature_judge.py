@@ -21,7 +21,7 @@ from moedraft.drafting.experts.layer import Multiplies
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.evidence import Passage
-from moedraft.feature.text_tokens import ListAndText, GrowingText
+from moedraft.feature.text_tokens import GrowingText, ListAndText
 
 
 class FeatureJudge:
