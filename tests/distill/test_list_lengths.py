@@ -148,7 +148,8 @@ def test_after_a_start_versions_are_measured_with_all_tokens_of_their_lists(home
     update = trainer.update()
     assert update is not None
     home.publish(update)
-    records = [one for one in home.store.replay.records(limit=16) if one.domain == "code"]
+    records = [one for one in home.store.replay.records(limit=64) if one.domain == "code"]
+    assert records
     serving = {name: home.store.adapters.load_live(name, trainer.student.base_hash)[1] for name in NAMES}  # type: ignore[index]
     found = [JointMeasure(one, 3)(serving, "code", records, lambda: None) for one in (trainer, fresh(home))]
     assert serving["code"].vocabulary is not None
