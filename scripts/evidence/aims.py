@@ -17,6 +17,7 @@ from evidence.arrangements import (
     ONLINE,
     ONLINE_GATED,
     SERVED,
+    WITHHELD_GATED,
 )
 from evidence.costs import learned, operations
 from evidence.streams import ONLY, POISONED, heading_of, title_of
@@ -36,8 +37,8 @@ FORGOTTEN = 0.01  # first guesses that a silent domain may lose
 CHEAP = 0.05  # of the target's operations, that learning may take
 MOVING = ("shift", "one-by-one", "drift", "new-domain")
 # What the default is compared with, with one update for each window and with further ones.
-RIVALS = {GATED: ONLINE, SERVED: (ONE_WIDE, "mixed-replay:further")}
-AS_SAFE = {GATED: ONLINE_GATED, SERVED: (ONE_WIDE_GATED,)}  # of these, with the gate as well
+RIVALS = {GATED: ONLINE, SERVED: (ONE_WIDE, "mixed-replay:further", WITHHELD_GATED)}
+AS_SAFE = {GATED: ONLINE_GATED, SERVED: (ONE_WIDE_GATED, WITHHELD_GATED)}  # of these, with the gate as well
 # Online arrangements of which there is no form with further updates.
 NEVER_FURTHER = tuple(name for name in ONLINE if name != ONE_ADAPTER)
 HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"

@@ -22,8 +22,7 @@ WITH_GATE = (
     "was learned yet, [what it would give](evidence-served.md#what-decides-who-the-default-is) is computed. "
     "One adapter on the latest window, separate experts, and shared and experts in turns were not run "
     "with the gate: without it they are below joint learning on most traffic, and a gate publishes less, "
-    "not better. On [evidence-served](evidence-served.md) one wide adapter with the gate was run at a "
-    "later commit than the default beside it, between which nothing of the gate changed."
+    "not better."
 )
 SHARED_ALONE = (
     "*Shared alone* is no arrangement of its own: without experts, joint learning is one adapter on mixed "

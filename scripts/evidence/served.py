@@ -10,6 +10,7 @@ from evidence.arrangements import (
     EQUAL_STEPS,
     FURTHER,
     GATED,
+    LISTS,
     ONE_GATED,
     ONE_WIDE,
     ONE_WIDE_GATED,
@@ -17,6 +18,7 @@ from evidence.arrangements import (
     SERVED_EQUAL_COST,
     STATIC,
     TABLED_FURTHER,
+    WITHHELD_GATED,
 )
 from evidence.streams import ONLY, title_of
 from evidence.words import (
@@ -46,6 +48,12 @@ REASONS = (
     "seed](experiments.md#where-there-are-many-records)); as they serve, they are level there. Why "
     "experts are the default all the same: [what decides "
     "it](evidence-served.md#what-decides-who-the-default-is)."
+)
+LISTS_DECIDE = (
+    "Where experts are ahead, it is by their lists: each guesses from the words of its own domain, so a "
+    "short list leaves wrong guesses out, and what it lacks stands mostly in the prompt's own text. One "
+    "adapter needs a list of the words of all domains ([how this was "
+    "found](experiments.md#tokens-of-the-text))."
 )
 DELAYED_LESS = " (the single adapter's, further down, it delays less)"
 OLDER = (
@@ -88,17 +96,22 @@ def finding(whole: Whole) -> str:
         one_wide,
         f"With {EQUAL_STEPS} steps an update: {equal}" if equal else "",
     ]
-    said += [reasons(whole) if one_wide else "", beside(whole, NARROW), below(whole)]
+    said += [reasons(whole), beside(whole, NARROW), below(whole)]
     return "- " + " ".join(one for one in said if one)
 
 
 def both(whole: Whole) -> str:
     """The default beside one adapter as large, without the gate and with it."""
-    return " ".join(one for one in (beside(whole, ONE_WIDE), beside(whole, ONE_WIDE_GATED)) if one)
+    rivals = (ONE_WIDE, ONE_WIDE_GATED, WITHHELD_GATED, LISTS)
+    return " ".join(found for one in rivals if (found := beside(whole, one)))
 
 
 def reasons(whole: Whole) -> str:
-    """Why the single adapter may be ahead, and what experts are the default for."""
+    """Why the single adapter may be ahead, or experts are, and what these are the default for."""
+    if beside(whole, WITHHELD_GATED):
+        return LISTS_DECIDE
+    if not beside(whole, ONE_WIDE):
+        return ""
     has_gated = any(ONE_GATED in of for of in whole["patterns"].values())
     return REASONS.format(gated=DELAYED_LESS if has_gated else "")
 

@@ -67,9 +67,7 @@ WHY = (
     "apart: adapters are withheld from a domain of which nothing was learned yet, and with the gate from one "
     "that the draft base knows better. Whoever has experts has that at once; one adapter needs the same "
     "router, and the same gate, for it. Beyond these figures, each expert can be pinned, taken back, "
-    "exported or removed with its domain by itself, and [where answers are "
-    "sampled](experiments.md#what-sampled-answers-teach) and [where there are many "
-    "records](experiments.md#where-there-are-many-records) experts guess somewhat more."
+    "exported or removed with its domain by itself."
 )
 AHEAD = (
     "**By these figures alone the default has not won**: it is behind {who}, which is surely better on some "

@@ -40,15 +40,15 @@ IN_SHORT = """## In short
 What follows is of the default as it is published now, from [evidence-served](evidence-served.md); the rest of
 this page is of other arrangements. {beside} {verdict}
 
-Why experts do not guess more than one adapter was not isolated. The likely reason: a feature drafter reads
-the target's own states, which tell the domain by themselves, so one adapter that replays all domains can
-learn them all without one disturbing another, and experts have nothing to separate (separate experts,
-without a shared adapter, guess less [on three of nine kinds of traffic](evidence.md), where prompts are of
-two domains, of none, or shift, and as much on the others). It cannot be the whole reason: an independent
-draft reads no such states, and there joint learning does not guess more either
-([evidence-mini](evidence-mini.md); the single adapter has more weights there). Where answers are sampled, and
-where there are many records, experts guess [somewhat](experiments.md#what-sampled-answers-teach)
-[more](experiments.md#where-there-are-many-records)."""
+What experts have learned, as such, guesses no more than one adapter does: in the runs of this page, from long
+lists alone, they are level at best. The likely reason: a feature drafter reads the target's own states, which
+tell the domain by themselves, so one adapter that replays all domains can learn them all without one
+disturbing another, and experts have nothing to separate (separate experts, without a shared adapter, guess
+less [on three of nine kinds of traffic](evidence.md), where prompts are of two domains, of none, or shift,
+and as much on the others). It cannot be the whole reason: an independent draft reads no such states, and
+there joint learning does not guess more either ([evidence-mini](evidence-mini.md); the single adapter has
+more weights there). What knowing the domain does bring is a short list of its own words
+([tokens of the text](experiments.md#tokens-of-the-text))."""
 
 METHOD_TEXT = """## How it was measured
 
