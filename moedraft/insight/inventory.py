@@ -154,7 +154,7 @@ def _change(change: Change | None) -> Data | None:
 
 
 def _state(store: Store, name: str) -> Data:
-    """What serves the domain, and what that can guess at all."""
+    """What serves the domain, and what is on its list."""
     live, guessed = store.registry.live(name), coverage(store, name)
     return {
         "version": live.version if live else 0,

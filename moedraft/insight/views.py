@@ -60,7 +60,7 @@ class Expert:
     version: int  # live; 0 is the untrained expert
     unadapted: bool  # whether the draft base alone serves it now, since it does better than any adapter
     updates: int
-    coverage: Coverage | None  # None: every token can be guessed, or there is no answer yet
+    coverage: Coverage | None  # None: every token is guessed, or there is no answer yet
 
     @property
     def serving(self) -> str:

@@ -589,16 +589,19 @@ def test_what_was_learned_stays_when_more_can_be_drafted() -> None:
 
 
 def test_a_version_with_a_short_list_is_taken_up_with_a_longer_one(tmp_path: Path) -> None:
-    """As versions are from before lists grew."""
+    """As a trainer's next version is where new records have shown that a longer one guesses more."""
     home = Home(tmp_path, {"code": 16}, vocabulary=SOME)
     home.trainer.vocabularies.size = 5
     first = home.trainer.update()
     assert first is not None
     home.publish(first)
     other = home.restarted()
+    kept = other.update()
+    assert kept is not None
+    other.vocabularies.lengths.observe("code", [0, 0, 0, 0, 300], 1000)
     again = other.update()
     assert again is not None
-    for made, size in ((first, 5), (again, len(SOME))):
+    for made, size in ((first, 5), (kept, 5), (again, len(SOME))):
         code = next(one for one in made.candidates if one.expert == "code")
         assert code.vocabulary is not None
         assert len(code.vocabulary) == size

@@ -6,7 +6,8 @@ averages, and Adam's moments. With these a new trainer makes the next update as 
 made it, but for chance: which expert an unsure record teaches, and what a new adapter begins with, is
 drawn anew.
 
-Besides, it has the counts of tokens from which experts' lists are chosen.
+Besides, it has the counts of tokens from which experts' lists are chosen, and what was seen of how long these
+should be. In which order a list's rarest tokens came is not in it: the first update sees nothing of lengths.
 
 Rows in which all of this is zero are left out: an expert's factor of the output layer has a row for each
 token that anybody drafts, and learns those of its own tokens only.
