@@ -46,7 +46,7 @@ ROOMS = {
     "drafting/lengths": (5, 640),
     "drafting/lookup": (5, 400),
     "engine": (15, 1645),
-    "feature": (9, 1200),
+    "feature": (9, 1230),
     "feature/training": (5, 650),
     "insight": (7, 1015),
     "insight/tables": (5, 540),

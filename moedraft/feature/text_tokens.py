@@ -9,50 +9,70 @@ next to nothing (docs/experiments.md, "Tokens of the text").
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moedraft.core import Sequence as Row
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import places
 
+Tokens = NDArray[np.int64]
+
 MOST = 256  # different tokens of a text, the newest ones
 STEP = 64  # output rows are multiplied in multiples of this
+PADDING = -1
 NEVER = 2**62  # a place that no text has
 
 
 class TextTokens:
-    """The different tokens of the texts of running requests. Texts only grow."""
+    """The different tokens of the texts of running requests. Texts only grow, so what is new is read alone."""
 
     def __init__(self, most: int = MOST) -> None:
         self.most = most
-        self._known: dict[str, tuple[dict[int, None], int]] = {}  # by request; how long its text was
+        self._known: dict[str, _Text] = {}  # by request
 
-    def of(self, row: Row) -> list[int]:
-        """The newest `most` different tokens of this row's text, the oldest first."""
-        found, length = self._known.get(row.request_id, ({}, 0))
-        for token in row.token_ids[length:]:
-            found.pop(token, None)
-            found[token] = None
-        for token in [*found][: max(0, len(found) - self.most)]:
-            del found[token]
-        self._known[row.request_id] = found, len(row.token_ids)
-        return [*found]
+    def of(self, row: Row) -> Tokens:
+        """The newest `most` different tokens of this row's text, in any order. They change at the next call."""
+        text = self._known.get(row.request_id)
+        if text is None:
+            text = self._known[row.request_id] = _Text(np.zeros(self.most, np.int64))
+        for token in row.token_ids[text.read :] if self.most else ():
+            place = text.places.pop(token, None)
+            if place is None:
+                full = len(text.places) == self.most
+                place = text.places.pop(next(iter(text.places))) if full else len(text.places)
+                text.tokens[place] = token
+            text.places[token] = place
+        text.read = len(row.token_ids)
+        return text.tokens[: len(text.places)]
 
     def forget(self, row: Row) -> None:
         self._known.pop(row.request_id, None)
 
 
+@dataclass
+class _Text:
+    tokens: Tokens
+    places: dict[int, int] = field(default_factory=dict)  # of each token in `tokens`; the newest comes last
+    read: int = 0  # tokens of the text
+
+
 class BesideList:
     """Guesses of some tokens for each row of a batch, beside those of the rows' lists."""
 
-    def __init__(self, draft: FeatureDraft, texts: Sequence[Sequence[int]], *, exact: bool = False) -> None:
+    def __init__(
+        self, draft: FeatureDraft, texts: Sequence[Tokens | Sequence[int]], *, exact: bool = False
+    ) -> None:
         """texts: by row, the tokens. exact: no row's numbers may depend on the other rows."""
         device, width = draft.fc.weight.device, _rounded(max(map(len, texts)))
-        padded = [[*text, *[0] * (width - len(text))] for text in texts]
-        self.ids = torch.tensor(padded, dtype=torch.int64, device=device)
-        lengths = torch.tensor([[len(text)] for text in texts], device=device)
-        self.padding = torch.arange(width, device=device) >= lengths
+        padded = np.full((len(texts), width), PADDING, np.int64)
+        for own, text in zip(padded, texts, strict=True):
+            own[: len(text)] = text
+        ids = torch.from_numpy(padded).to(device)
+        self.padding, self.ids = ids == PADDING, ids.clamp(min=0)
         self.rows: torch.Tensor | list[torch.Tensor]
         if exact:  # [w, H] for each row
             widths = [_rounded(len(text)) for text in texts]

@@ -1,9 +1,10 @@
 """The tokens that an expert drafts: a list of its own, chosen by what its domain's traffic holds.
 
 A token outside it is guessed only where it stands in the row's own text (`feature.text_tokens`), and no
-adapter repairs that. The output rows are the target's, so a list costs its ids alone. It lies in the adapter's folder as a file of its own, because PEFT
-takes nothing but adapters in its own (`moedraft.storage.versions.candidate.VOCABULARY`). Row n of what the
-adapter adds to the output rows belongs to the list's token number n.
+adapter repairs that. The output rows are the target's, so a list costs its ids alone. It lies in the
+adapter's folder as a file of its own, because PEFT takes nothing but adapters in its own
+(`moedraft.storage.versions.candidate.VOCABULARY`). Row n of what the adapter adds to the output rows belongs
+to the list's token number n.
 """
 
 from __future__ import annotations
