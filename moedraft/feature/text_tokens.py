@@ -28,14 +28,14 @@ NEVER = 2**62  # a place that no text has
 
 
 class TextTokens:
-    """The different tokens of the texts of running requests. Texts only grow, so what is new is read alone."""
+    """The different tokens of the texts of running requests. Texts only grow, so only what is new is read."""
 
     def __init__(self, most: int = MOST) -> None:
         self.most = most
         self._known: dict[str, _Text] = {}  # by request
 
     def of(self, row: Row) -> Tokens:
-        """The newest `most` different tokens of this row's text, in any order. They change at the next call."""
+        """The newest `most` different tokens of this row's text, in any order; the next call changes them."""
         text = self._known.get(row.request_id)
         if text is None:
             text = self._known[row.request_id] = _Text(np.zeros(self.most, np.int64))
