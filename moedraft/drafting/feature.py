@@ -18,7 +18,7 @@ from moedraft.drafting.drawing import Drawing, LogitBuffer
 from moedraft.drafting.kept import ReadStates, StateKeeper
 from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.text_tokens import BesideList, TextTokens
+from moedraft.feature.text_tokens import BesideList, TextTokens, Tokens
 
 MOST_WAITING = 128  # features of a row that is not drafted for; more are read into the cache meanwhile
 
@@ -168,7 +168,7 @@ class FeatureDrafter:
         self.bank.select(experts, exact=exact)
         drawing = Drawing(rows, limits, self._buffer)
         states = self._first(rows.sequences, limits)
-        texts = [
+        texts: list[Tokens | list[int]] = [
             self.text.of(row) if limit else [] for row, limit in zip(rows.sequences, limits, strict=True)
         ]
         beside = BesideList(self.draft, texts, exact=exact)
