@@ -32,13 +32,13 @@ class TextTokens:
 
     def __init__(self, most: int = MOST) -> None:
         self.most = most
-        self._known: dict[str, _Text] = {}  # by request
+        self._known: dict[str, _Known] = {}  # by request
 
     def of(self, row: Row) -> Tokens:
         """The newest `most` different tokens of this row's text, in any order; the next call changes them."""
         text = self._known.get(row.request_id)
         if text is None:
-            text = self._known[row.request_id] = _Text(np.zeros(self.most, np.int64))
+            text = self._known[row.request_id] = _Known(np.zeros(self.most, np.int64))
         for token in row.token_ids[text.read :] if self.most else ():
             place = text.places.pop(token, None)
             if place is None:
@@ -54,7 +54,7 @@ class TextTokens:
 
 
 @dataclass
-class _Text:
+class _Known:
     tokens: Tokens
     places: dict[int, int] = field(default_factory=dict)  # of each token in `tokens`; the newest comes last
     read: int = 0  # tokens of the text
