@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from evidence import boundaries, lows
-from evidence.arrangements import ARRANGEMENTS, LISTS, ONE_WIDE, ONE_WIDE_GATED, SERVED
+from evidence.arrangements import ARRANGEMENTS, ONE_WIDE, ONE_WIDE_GATED, SERVED
 from evidence.streams import ONLY, POISONED, title_of
 from evidence.words import DASH, difference, how_many, listed, table
 from moedraft.distill.judging.judge import TAUGHT
 
 Whole = dict[str, Any]
-COMPARED = (ONE_WIDE, ONE_WIDE_GATED, LISTS, SERVED)
+COMPARED = (ONE_WIDE, ONE_WIDE_GATED, SERVED)
 WITHHELD = ", withheld from new domains"
 LIKE_ALL = ", further updates"  # of the titles, as all of these make them
 HEAD = (
