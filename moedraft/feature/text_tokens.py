@@ -61,7 +61,10 @@ class _Known:
 
 
 class BesideList:
-    """Guesses of some tokens for each row of a batch, beside those of the rows' lists."""
+    """Guesses of some tokens for each row of a batch, beside those of the rows' lists: for drafting.
+
+    For measuring, where a whole text is known, there is `GrowingText`.
+    """
 
     def __init__(
         self, draft: FeatureDraft, texts: Sequence[Tokens | Sequence[int]], *, exact: bool = False
@@ -117,7 +120,7 @@ class GrowingText:
     def __init__(self, draft: FeatureDraft, text: Sequence[int], begin: int = 0, most: int = MOST) -> None:
         """begin: the first place that is guessed; of the tokens before it only the newest `most` count."""
         first: dict[int, int] = {}
-        old = {*reversed([*dict.fromkeys(reversed(text[:begin]))][:most])}
+        old = {*[*dict.fromkeys(reversed(text[:begin]))][:most]}
         for place, token in enumerate(text):
             if place >= begin or token in old:
                 first.setdefault(token, place)

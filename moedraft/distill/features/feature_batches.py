@@ -159,9 +159,8 @@ def within(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, tor
     outside = ids == OUTSIDE
     lost = logprobs.exp().masked_fill(~outside, 0).sum(-1, keepdim=True)
     kept = logprobs.masked_fill(outside, -torch.inf)
-    known = kept.exp().sum(
-        -1, keepdim=True
-    )  # by rounding, what is left may seem to be more or less than that
+    known = kept.exp().sum(-1, keepdim=True)
+    # Where nothing but these is left, rounding may show a little more or less.
     left = torch.where(1 - lost > known + 4 * torch.finfo(lost.dtype).eps, 1 - lost, known)
     return ids, kept - left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
