@@ -248,17 +248,29 @@ def withstands(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
         for pattern in (one for one in POISONED if one in of):
             figures = of[pattern]
             lost = [low for low in lows.points(figures).values() if low["value"] < -lows.WORST]
-            least = min((one["least"] for one in figures["record"].values()), default=0.0)
             harmed = any(low["high"] < 0 for low in lost)
-            verdicts.append(False if harmed else None if lost or least < 0 else True)
-            counts = sum(one["versions"] for one in figures["record"].values())
+            worse = sum(one["surely_worse"] for one in figures["record"].values())
+            verdicts.append(False if harmed or worse else None if lost else True)
             said.append(
-                f"{title_of(pattern)} ({UPDATES[name]}): lowest domain {lows.cell(figures)}; of "
-                f"{how_many(counts, 'published version')} the least gain by the gate's record is "
-                f"{short_sign(least)} tokens per step."
+                f"{title_of(pattern)} ({UPDATES[name]}): lowest domain {lows.cell(figures)}; "
+                f"{_by_record(figures['record'], worse)}."
             )
     return Reached(
         "a client that sends rubbish makes nothing worse that is published", *_told(verdicts, said)
+    )
+
+
+def _by_record(record: Whole, worse: int) -> str:
+    """What the gate's record says of published versions. worse: of how many the interval is below zero."""
+    if not record:
+        return "the gate published nothing, or kept no record"
+    counts = sum(one["versions"] for one in record.values())
+    least = min(record.values(), key=lambda one: float(one["least"]))
+    low, high = map(short_sign, least["least_interval"])
+    return (
+        f"of {how_many(counts, 'published version')} {worse or 'none'} surely worse than the one before by "
+        f"the gate's record (the least gain is {short_sign(least['least'])} tokens per step, 80 % interval "
+        f"{low} to {high})"
     )
 
 
