@@ -99,7 +99,7 @@ def measure(workplace: Workplace, name: str, seed: int, moments: Sequence[int], 
     """Add one arrangement's run to the results, unless it is there."""
     args = workplace.args
     which = {"target": Path(args.target).name, "arrangement": name, "seed": seed, "requests": args.requests}
-    which |= {"domains": args.domains, "dtype": workplace.precision, "strength": workplace.strength}
+    which |= {"domains": args.domains, "dtype": workplace.precision, "strength": workplace.manner.strength}
     which |= {"own_tokens": OWN_TOKENS, "steps": list(moments)}
     known = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else []
     if any(which.items() <= run.items() for run in known):

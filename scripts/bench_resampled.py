@@ -33,8 +33,9 @@ def kept(run: Run, which: Mapping[str, Any]) -> dict[str, Any]:
 
 def reused(workplace: Workplace, folder: Path, which: Mapping[str, Any]) -> Run | None:
     """A run of the evidence with the same settings, if there is one."""
-    wanted = {"settings": settings(workplace.args), "strength": workplace.strength}
-    wanted["own_tokens"] = workplace.bench.own_tokens
+    now = workplace.manner
+    wanted = {"settings": settings(workplace.args), "strength": now.strength}
+    wanted |= {"own_tokens": now.own_tokens, "text_tokens": now.text_tokens}
     for file in sorted((folder / "runs").glob("*.json")):
         run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         found = {key: run[key] for key in ("pattern", "arrangement", "seed")}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from feature_answers import TOPK
 
-from evidence import document, plots
+from evidence import comparable, document, plots
 from evidence.answers import Answers
 from evidence.arrangements import ARRANGEMENTS, Arrangement
 from evidence.choosing import chosen
@@ -39,7 +39,6 @@ from moedraft.selecting.contest import LEAST_WEIGHT, TRUSTED
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
 RESAMPLED: int = Settings.model_fields["resampled_answers"].default
-BEFORE_TOKENS = 4096  # of an expert's list, in runs that do not tell it
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -128,14 +127,13 @@ class Workplace:
         return str(self.bench.target.dtype).removeprefix("torch.")
 
     @property
-    def strength(self) -> float:
-        """With which adapters are published."""
-        return self.bench.strength
-
-    @property
-    def resampled(self) -> int:
-        """Further answers to a prompt; none with an independent draft model."""
-        return len(self.bench.further.more) if self.bench.further else 0
+    def manner(self) -> comparable.Manner:
+        """How runs are made here, beside what `settings` tells."""
+        further = len(self.bench.further.more) if self.bench.further else 0
+        has_lists = isinstance(self.bench.draft, FeatureDraft)
+        return comparable.Manner(
+            self.precision, self.bench.strength, self.args.own_tokens, further, has_lists
+        )
 
     def run(
         self, pattern: str, arrangement: str | Arrangement, seed: int, at_end: AtEnd | None = None
@@ -267,10 +265,7 @@ def run_all(args: argparse.Namespace) -> None:
     workplace, code = None, commit()
     for seed, pattern, arrangement, file in outstanding(args):
         workplace = workplace or Workplace(args)
-        check_precision(args.out, pattern, workplace.precision)
-        check_strength(args.out, pattern, workplace.strength)
-        check_lists(args.out, pattern, args.own_tokens)
-        check_resampled(args.out, pattern, workplace.resampled)
+        comparable.check(args.out, pattern, workplace.manner)
         began = time.monotonic()
         found = workplace.run(pattern, arrangement, seed)
         made = {
@@ -283,58 +278,6 @@ def run_all(args: argparse.Namespace) -> None:
         scratch.write_text(json.dumps(found | made, separators=(",", ":")) + "\n", encoding="utf-8")
         scratch.rename(file)
         print(f"{pattern}, {arrangement}, seed {seed}: {made['seconds']} s", flush=True)
-
-
-def others(out: Path, pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The runs of this pattern of traffic that are there, with which one more would be compared."""
-    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
-        yield file, json.loads(file.read_text(encoding="utf-8"))
-
-
-def check_precision(out: Path, pattern: str, precision: str) -> None:
-    """Exits where runs of the same pattern of traffic, with which this one is compared, have another one."""
-    for file, found in others(out, pattern):
-        other = found.get("precision")
-        if other not in (None, precision):  # older runs tell none
-            raise SystemExit(
-                f"evidence.py: {file} was made with a target in {other}, and this one is in {precision}; "
-                f"give --dtype {other}, or name another --out."
-            )
-
-
-def check_strength(out: Path, pattern: str, strength: float) -> None:
-    """Exits where runs of the same pattern of traffic published adapters with another strength."""
-    for file, found in others(out, pattern):
-        other = found.get("strength", WHOLE)  # older runs tell none
-        if found["updates"] and other != strength:
-            raise SystemExit(
-                f"evidence.py: {file} was made with adapters of strength {other:g}, and this run "
-                f"has {strength:g}; give --strength {other:g}, or name another --out."
-            )
-
-
-def check_lists(out: Path, pattern: str, own_tokens: int) -> None:
-    """Exits where experts of runs of the same pattern of traffic had longer or shorter lists of tokens."""
-    for file, found in others(out, pattern):
-        other = found.get("own_tokens", BEFORE_TOKENS)
-        has_lists = other is not None and found["settings"]["target"] != "mini"
-        if has_lists and found["updates"] and other != own_tokens:
-            raise SystemExit(
-                f"evidence.py: {file} was made with experts' lists of {other} tokens, and this run has "
-                f"{own_tokens}; give --own-tokens {other}, or name another --out."
-            )
-
-
-def check_resampled(out: Path, pattern: str, count: int) -> None:
-    """Exits where runs of the same pattern of traffic learned from more or fewer further answers."""
-    for file, found in others(out, pattern):
-        other = found.get("resampled", 0)  # older runs tell none
-        has_any = found["updates"] and found["settings"]["target"] != "mini"
-        if has_any and other != count:
-            raise SystemExit(
-                f"evidence.py: {file} learned from {other} further answers to a prompt, and this run would "
-                f"from {count}; give --resampled {other}, or name another --out."
-            )
 
 
 def commit() -> str:

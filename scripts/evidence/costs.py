@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evidence import served
-from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, LEAN, MAIN, SERVED, SERVED_EQUAL_COST
+from evidence.arrangements import ARRANGEMENTS, JOINT, LEAN, MAIN, SERVED, SERVED_EQUAL_COST, TABLED_FURTHER
 from evidence.streams import ONLY, title_of
 from evidence.words import DASH, short_sign, table
 
@@ -23,7 +23,9 @@ Whole = dict[str, Any]
 def prices(whole: Whole) -> str:
     """Gains by arrangement on one pattern, and operations on all that it was run with."""
     by_name = {
-        name: of for name in (*MAIN, *FURTHER, SERVED_EQUAL_COST, *LEAN) if (of := learned(whole, name))
+        name: of
+        for name in (*MAIN, *TABLED_FURTHER, SERVED_EQUAL_COST, *LEAN)
+        if (of := learned(whole, name))
     }
     if not by_name:
         return ""

@@ -10,7 +10,17 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, ONE_WIDE, SERVED, STATIC
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    GATED,
+    JOINT,
+    LATEST,
+    LISTS,
+    ONE_WIDE,
+    SERVED,
+    STATIC,
+    WITHHELD_GATED,
+)
 from evidence.figures import Runs
 from evidence.streams import title_of
 from moedraft.showcase.findings.picture import BLUE, GREY, INK, ORANGE, STYLE
@@ -31,9 +41,12 @@ COLOURS = {
     GATED: INK,
     "offline": "#c9b458",
     NARROW: "#e589b4",
-    ONE_WIDE: "#8c5a14",  # the rival of the next one, which learns as often
+    ONE_WIDE: "#8c5a14",  # the rivals of the last one, which learn as often
+    WITHHELD_GATED: "#2f8f9d",
+    LISTS: "#8fb339",
     SERVED: "#c2187a",
 }
+WIDE = (ONE_WIDE, WITHHELD_GATED, LISTS, SERVED)  # the default, and its rivals, with further updates
 Draw = Callable[[Any, Runs, str], None]
 
 

@@ -33,11 +33,6 @@ TIMES = (
     "is in [benchmarks](benchmarks.md#what-learning-costs-those-who-are-served), with bursts that are drawn, "
     "not recorded."
 )
-SPEED_UP = (
-    "The paper's speed-up predicted against measured is in "
-    "[benchmarks](benchmarks.md#speed-at-batch-1) (the columns *theory* and *× transformers*). Its speed-ups "
-    "are of 7B targets on GPUs, where a draft costs less beside a step than here."
-)
 
 
 def part(whole: Whole) -> str:
@@ -143,7 +138,12 @@ def paper(whole: Whole) -> list[str]:
             name in steady for name in nine
         ),
         "which tokens are guessed right": any(one.get("told") for one in every),
-        **{f"the same with {name} by itself": bool(told) for name, told in _told(whole).items()},
+        **{f"which tokens are guessed right with {name}": bool(told) for name, told in _told(whole).items()},
+        **{
+            f"the default with {title_of(name)}": SERVED in of
+            for name, of in whole["patterns"].items()
+            if name.startswith(ONLY)
+        },
     }
     lacking = [what for what, done in parts.items() if not done]
-    return [*([f"Of the paper's experiments: {'; '.join(lacking)}."] if lacking else []), SPEED_UP]
+    return [f"Of the paper's experiments: {'; '.join(lacking)}."] if lacking else []

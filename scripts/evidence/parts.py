@@ -40,7 +40,7 @@ FURTHER_ON = ("steady", "reworded", "drift", "new-domain")
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
-    "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
+    "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, ONE_WIDE, SERVED)],
     "main": [(pattern, name) for pattern in USUAL for name in MAIN],
     "served": [
         *((pattern, name) for pattern in OWN for name in AS_SERVED),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot
 
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, ONE_WIDE, SERVED, STATIC
+from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, SERVED, STATIC, WITHHELD_GATED
 from evidence.figures import (
     Found,
     Runs,
@@ -21,11 +21,11 @@ from evidence.figures import (
     share,
     stream_gain,
 )
-from evidence.looks import COLOURS, LOOK, NARROW, legend, line
+from evidence.looks import COLOURS, LOOK, NARROW, WIDE, legend, line
 from evidence.streams import title_of
 from moedraft.showcase.findings.picture import GREY
 
-FOLLOWED = (STATIC, LATEST, "mixed-replay", JOINT, GATED, SERVED)  # that have several seeds
+FOLLOWED = (STATIC, LATEST, "mixed-replay", JOINT, GATED, WITHHELD_GATED, SERVED)  # that have several seeds
 MOVING = ("shift", "new-domain", "one-by-one")
 WINDOW = 16  # requests of a point on the stream
 Spent = Callable[[Found, int], float]  # by a run until a point of its curve
@@ -112,7 +112,7 @@ def over_seconds(axis: Any, runs: Runs, pattern: str) -> None:
 
 def _gain_over(axis: Any, runs: Runs, pattern: str, spent: Spent) -> None:
     """Gain on static at each measurement; the mean of the seeds on both axes."""
-    for name in (*MAIN, NARROW, ONE_WIDE, SERVED):
+    for name in (*MAIN, NARROW, *WIDE):
         seeds = runs.seeds(pattern, STATIC, name) if name != STATIC else []
         still, found = runs.of(pattern, STATIC, seeds), runs.of(pattern, name, seeds)
         xs, ys = [0.0], [0.0]

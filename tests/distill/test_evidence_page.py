@@ -17,8 +17,9 @@ command, figures, summary, lows, missing, costs, decisions, served = (
     load_script(f"evidence.{name}")
     for name in ("command", "figures", "summary", "lows", "missing", "costs", "decisions", "served")
 )
-arrangements, document, paper, tokens, growth = (
-    load_script(f"evidence.{name}") for name in ("arrangements", "document", "paper", "tokens", "growth")
+arrangements, document, paper, tokens, growth, comparable = (
+    load_script(f"evidence.{name}")
+    for name in ("arrangements", "document", "paper", "tokens", "growth", "comparable")
 )
 SERVED = arrangements.SERVED
 
@@ -250,12 +251,9 @@ class TinyWorkplace:
 
     made = 0
 
-    strength = 1.0
-    precision = "float32"
-    resampled = 0
-
     def __init__(self, args: Any) -> None:
         self.args = args
+        self.manner = comparable.Manner("float32", 1.0, args.own_tokens, 0, False)
 
     def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
         type(self).made += 1
@@ -279,14 +277,24 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [word for flag, name in places.items() for word in (flag, str(tmp_path / name))]
 
 
+def test_in_a_quarter_of_an_hour_the_default_stands_beside_one_adapter_as_large(given: list[str]) -> None:
+    args = command.arguments([*given, "--quick"])
+    names = ("static", arrangements.ONE_WIDE, SERVED)
+    assert command.jobs(args) == [(0, p, name) for p in ("steady", "one-by-one") for name in names]
+    command.main([*given, "--quick"])
+    assert "The 6 runs of `--quick` took 0 minutes here" in args.doc.read_text(encoding="utf-8")
+
+
 def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
     given: list[str], tmp_path: Path
 ) -> None:
-    command.main([*given, "--quick"])
+    given += ["--parts", "main,gated", "--patterns", "steady,one-by-one"]
+    given += ["--arrangements", "static,latest-window,joint,joint+gate"]
+    command.main([*given, "--seeds", "1"])
     assert TinyWorkplace.made == 8
-    command.main([*given, "--quick"])
+    command.main([*given, "--seeds", "1"])
     assert TinyWorkplace.made == 8
-    command.main([*given, "--quick", "--seeds", "2"])
+    command.main([*given, "--seeds", "2"])
     assert TinyWorkplace.made == 16
     text = (tmp_path / "docs" / "evidence.md").read_text()
     assert "Joint, no gate is better than the static draft: +.200" in text
@@ -299,7 +307,6 @@ def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
     expected = "curves gains domains by-domain positions recovery forgetting updates seconds"
     assert pictures == set(expected.split())
     assert all(f"(../out/{name}.png)" in text for name in pictures)
-    assert "The 8 runs of `--quick` took 0 minutes here" in text
     whole = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert whole["patterns"]["steady"]["joint"]["gain"]["verdict"] == "better"
     one = json.loads((tmp_path / "out" / "runs" / "steady.joint.0.json").read_text())
@@ -331,10 +338,10 @@ def test_pages_in_docs_point_to_what_lies_beside_them() -> None:
 def test_the_printed_commands_name_the_pages_in_docs() -> None:
     text = document.COMMANDS.replace("\\\n", "")
     lines = [line.split("#")[0].strip() for line in text.splitlines() if "evidence.py" in line]
-    assert len(lines) == 8
+    assert len(lines) == 13
     assert all(command.jobs(command.arguments(line.split()[2:])) for line in lines)
     for out, doc in (re.search(r"--out (\S+)(?:.* --doc (\S+))?", line).groups() for line in lines):
-        assert doc == (None if out == "/tmp/quick" else f"docs/{Path(out).name}.md")
+        assert doc == (None if out.startswith("/tmp/") else f"docs/{Path(out).name}.md")
 
 
 def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
@@ -425,44 +432,50 @@ def test_what_is_missing_is_said(given: list[str], tmp_path: Path) -> None:
         command.main([*given, "--only-write"])
 
 
-def test_runs_of_one_pattern_share_a_precision(tmp_path: Path) -> None:
+NOW = comparable.Manner("float32", 0.85, 8192, 2, True)
+LIKE_NOW = {
+    "updates": [1],
+    "settings": {"target": "smollm2"},
+    "precision": "float32",
+    "strength": 0.85,
+    "own_tokens": 8192,
+    "resampled": 2,
+    "text_tokens": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"precision": "bfloat16"}, "give --dtype bfloat16"),
+        ({"strength": 1.0}, "give --strength 1,"),
+        ({"strength": None}, "give --strength 1,"),
+        ({"own_tokens": 4096}, "give --own-tokens 4096"),
+        ({"own_tokens": None}, "give --own-tokens 4096"),
+        ({"resampled": 0}, "give --resampled 0"),
+        ({"resampled": None}, "give --resampled 0"),
+        ({"text_tokens": None}, "did not guess the tokens of a request's own text"),
+    ],
+)
+def test_a_run_does_not_stand_beside_one_that_was_made_otherwise(
+    tmp_path: Path, changed: dict[str, object], said: str
+) -> None:
+    """None: an older run, from before that was told or was there."""
     (tmp_path / "runs").mkdir()
-    older = tmp_path / "runs" / "steady.static.0.json"
-    older.write_text("{}")
-    command.check_precision(tmp_path, "steady", "float32")
-    older.write_text('{"precision": "bfloat16"}')
-    command.check_precision(tmp_path, "steady", "bfloat16")
-    command.check_precision(tmp_path, "drift", "float32")
-    with pytest.raises(SystemExit, match="give --dtype bfloat16"):
-        command.check_precision(tmp_path, "steady", "float32")
+    older = {key: value for key, value in (LIKE_NOW | changed).items() if value is not None}
+    file = tmp_path / "runs" / "steady.joint.0.json"
+    file.write_text(json.dumps(older))
+    with pytest.raises(SystemExit, match=f"{said}.* name another --out"):
+        comparable.check(tmp_path, "steady", NOW)
+    comparable.check(tmp_path, "drift", NOW)
+    file.write_text(json.dumps(LIKE_NOW))
+    comparable.check(tmp_path, "steady", NOW)
 
 
-def test_runs_of_one_pattern_share_the_length_of_lists(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    older = tmp_path / "runs" / "steady.joint.0.json"
-    run = {"updates": [1], "settings": {"target": "smollm2"}}
-    older.write_text(json.dumps(run))  # from before they grew
-    command.check_lists(tmp_path, "steady", 4096)
-    command.check_lists(tmp_path, "drift", 8192)
-    with pytest.raises(SystemExit, match="give --own-tokens 4096, or name another --out"):
-        command.check_lists(tmp_path, "steady", 8192)
-    older.write_text(json.dumps(run | {"own_tokens": 8192}))
-    command.check_lists(tmp_path, "steady", 8192)
-    older.write_text(json.dumps(run | {"own_tokens": None}))  # an independent draft model has no lists
-    command.check_lists(tmp_path, "steady", 8192)
-    older.write_text(json.dumps(run | {"settings": {"target": "mini"}}))  # from before that was told
-    command.check_lists(tmp_path, "steady", 8192)
-
-
-def test_runs_of_one_pattern_share_a_strength(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    older = tmp_path / "runs" / "steady.joint.0.json"
-    older.write_text('{"updates": [1]}')  # from before there was a choice
-    command.check_strength(tmp_path, "steady", 1.0)
-    command.check_strength(tmp_path, "drift", 0.8)
-    with pytest.raises(SystemExit, match="give --strength 1, or name another --out"):
-        command.check_strength(tmp_path, "steady", 0.8)
-    older.write_text('{"updates": [], "strength": 0.5}')  # nothing was published
-    command.check_strength(tmp_path, "steady", 1.0)
-    older.write_text('{"updates": [1], "strength": 0.5}')
-    command.check_strength(tmp_path, "steady", 0.5)
+def test_what_does_not_matter_to_a_run_is_not_compared() -> None:
+    nothing_published = {"updates": [], "strength": 0.5, "own_tokens": 10, "resampled": 7}
+    assert not [*comparable.differences(LIKE_NOW | nothing_published, NOW)]
+    independent = NOW._replace(text_tokens=False)
+    mini = {"updates": [1], "settings": {"target": "mini"}, "strength": 0.85}  # has no lists
+    assert not [*comparable.differences(mini, independent)]
+    assert not [*comparable.differences(mini | {"own_tokens": None}, independent)]

@@ -41,19 +41,26 @@ def test_a_run_of_the_evidence_is_used_again_only_where_all_is_the_same(
     (tmp_path / "runs").mkdir()
     run = made_up("steady", SERVED, 0, [0.4, 0.5], strength=0.85, own_tokens=8, precision="float32")
     run["settings"] |= {"target": "x/t"}
-    run["resampled"] = 2
+    run |= {"resampled": 2, "text_tokens": True}
     (tmp_path / "runs" / "one.json").write_text(json.dumps(run), encoding="utf-8")
     which = {"target": "t", "dtype": "float32", "pattern": "steady", "arrangement": SERVED, "seed": 0}
     which |= {"requests": 40, "resampled": 2}
     monkeypatch.setattr(bench, "settings", lambda args: args)
 
-    def found(strength: float = 0.85, tokens: int = 8, **changes: Any) -> Any:
-        lists = SimpleNamespace(own_tokens=tokens)
-        place = SimpleNamespace(args=run["settings"], strength=strength, bench=lists)
+    def found(strength: float = 0.85, tokens: int = 8, text: bool = True, **changes: Any) -> Any:
+        manner = SimpleNamespace(strength=strength, own_tokens=tokens, text_tokens=text)
+        place = SimpleNamespace(args=run["settings"], manner=manner)
         return bench.reused(place, tmp_path, which | changes)
 
     assert found() == run
-    assert found(resampled=0) is found(seed=1) is found(strength=1.0) is found(tokens=4) is None
+    assert (
+        found(resampled=0)
+        is found(seed=1)
+        is found(strength=1.0)
+        is found(tokens=4)
+        is found(text=False)
+        is None
+    )
     assert bench.kept(run, which)["came"] == run["stream"]
 
 
