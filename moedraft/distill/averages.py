@@ -30,8 +30,8 @@ class AveragingAdamW(torch.optim.AdamW):
     steps, so that what a trainer learns right after its start is to be seen in that update's candidate.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, settled: bool, weight_decay: float) -> None:
-        super().__init__(parameters, weight_decay=weight_decay, fused=True)
+    def __init__(self, parameters: Iterable[nn.Parameter], *, settled: bool) -> None:
+        super().__init__(parameters, weight_decay=0.0, fused=True)
         self.settled = settled
 
     @property

@@ -16,7 +16,7 @@ def stepped(
     """A parameter that was pulled to and fro, its optimiser, and where it was before and after each step."""
     noise = torch.Generator().manual_seed(seed)
     parameter = nn.Parameter(torch.zeros(3, 2))
-    optimiser = AveragingAdamW([parameter], settled=settled, weight_decay=0.0)
+    optimiser = AveragingAdamW([parameter], settled=settled)
     seen = [parameter.detach().clone()]
     for _ in range(steps):
         parameter.grad = parameter.detach() - 1 + 3 * torch.randn(3, 2, generator=noise)
@@ -46,7 +46,7 @@ def test_the_average_of_one_that_was_trained_before_begins_where_it_is() -> None
 def test_an_update_after_a_start_shows_in_its_average() -> None:
     """Else each update of a trainer that is started anew would publish hardly anything of what it learned."""
     parameter = nn.Parameter(torch.zeros(4))
-    optimiser = AveragingAdamW([parameter], settled=True, weight_decay=0.0)
+    optimiser = AveragingAdamW([parameter], settled=True)
     for _ in range(16):
         parameter.grad = -torch.ones(4)
         optimiser.param_groups[0]["lr"] = 0.1 * optimiser.rate

@@ -265,10 +265,8 @@ class JointTrainer:
     def optimiser(self, name: str) -> AveragingAdamW:
         """The optimiser of an adapter, kept between updates; an expert without records makes no steps."""
         if name not in self.optimisers:
-            decay = 0.0 if name == SHARED else self.plan.weight_decay
-            parameters = self.student.parameters(name)
             settled = self.versions.get(name, 0) > 0
-            self.optimisers[name] = AveragingAdamW(parameters, settled=settled, weight_decay=decay)
+            self.optimisers[name] = AveragingAdamW(self.student.parameters(name), settled=settled)
         return self.optimisers[name]
 
     @torch.no_grad()

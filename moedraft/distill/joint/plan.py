@@ -24,7 +24,6 @@ class JointPlan:
     rows: int = 12  # records of one step
     max_tokens: int = 1024  # that an update reads of one record
     learning_rate: float = 4e-3
-    weight_decay: float = 0.0  # of the experts, towards the shared draft
     unrolled: int = 2  # steps of a feature drafter
     decay: float = 0.8  # factor of the loss at each further step
     replayed: float = 0.5  # share of a batch that is replay of all domains
