@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 from evidence import command, running
-from evidence.arrangements import GATED
+from evidence.arrangements import ARRANGEMENTS, GATED
 from evidence.running import Served
 
 from moedraft.core import SHARED
@@ -46,24 +46,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/moedraft-evidence").expanduser())
     parser.add_argument("--runs", default=RUNS, help="patterns of traffic and seeds")
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--arrangement", default=GATED, help="one with the gate, as in evidence.py")
     parser.add_argument("--dtype", default="auto", help="of the target, as in evidence.py")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    if args.arrangement not in ARRANGEMENTS or not ARRANGEMENTS[args.arrangement].gate:
+        parser.error(f"there is no arrangement {args.arrangement} with a gate.")
     torch.set_num_threads(args.threads)
     usual = ["--data", str(args.data), "--out", str(args.out), "--cache", str(args.cache)]
-    workplace = command.Workplace(command.arguments([*usual, "--dtype", args.dtype]))
+    given = [*usual, "--target", args.target, "--dtype", args.dtype]
+    workplace = command.Workplace(command.arguments(given))
     found = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
     for name in args.runs.split(","):
         if name not in found["runs"]:
             pattern, seed = name.rsplit(":", 1)
-            updates = looked_at(workplace, pattern, int(seed))
+            updates = looked_at(workplace, pattern, args.arrangement, int(seed))
             words = {"commit": command.commit(), "precision": workplace.precision}
             found["runs"][name] = words | {"updates": updates}
             args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {len(updates)} updates", flush=True)
 
 
-def looked_at(workplace: command.Workplace, pattern: str, seed: int) -> list[dict[str, Any]]:
+def looked_at(
+    workplace: command.Workplace, pattern: str, arrangement: str, seed: int
+) -> list[dict[str, Any]]:
     """One run's updates."""
     watched: list[Watched] = []
     held: list[Served] = []
@@ -78,7 +85,7 @@ def looked_at(workplace: command.Workplace, pattern: str, seed: int) -> list[dic
         return watched[-1]
 
     with patch.object(workplace, "held_out", remember), patch.object(running, "Judge", watch):
-        workplace.run(pattern, GATED, seed)
+        workplace.run(pattern, arrangement, seed)
     return watched[0].rows
 
 
