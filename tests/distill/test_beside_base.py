@@ -215,6 +215,38 @@ def test_what_was_seen_counts_beside_held_out_records() -> None:
     assert plain.beside_static(one.old) == (one.static, one.old)
 
 
+def test_what_kept_candidates_did_counts_where_the_base_serves() -> None:
+    """A domain that never had adapters: two held-out records that gain by chance do not give it any."""
+
+    def left(gain: float, kept: int, trials: int = 60) -> float:
+        rng, found = np.random.default_rng(5), list[bool]()
+        for _ in range(trials):
+            one, others = of_domain(rng, 0.1, 2, 0), Records(rng, max(kept, 1))
+            seen = Seen(others.draft(0.0), others.draft(gain)) if kept else None
+            aside = replace(one, before=one.static, aside=True, seen=seen)
+            known = replace(aside, base=one.static if kept else None)
+            verdicts = decide_together(home(rng, 0.0, 0) | {"known": known}, {}, SHARED)
+            if verdicts[SHARED].is_published:
+                found.append(bool(verdicts["known"].unadapted))
+        assert len(found) > trials / 4
+        return sum(found) / len(found)
+
+    assert left(-0.2, 0) == 0
+    assert left(-0.2, 12) >= 0.7
+    assert left(0.2, 12) <= 0.05
+
+
+def test_the_same_records_are_not_counted_twice() -> None:
+    """Of those on which live adapters, and candidates, were seen, the greater number counts."""
+    rng = np.random.default_rng(0)
+    few, many = Records(rng, 3), Records(rng, 7)
+    fewer, more = (Seen(one.draft(0.0), one.draft(0.1)) for one in (few, many))
+    one = replace(of_domain(rng, 0.1, 4, 0), seen=more, stood=fewer)
+    assert one.shown is fewer, "what serves is no candidate's base"
+    assert replace(one, aside=True).shown is more
+    assert replace(one, aside=True, seen=fewer, stood=more).shown is more
+
+
 def test_a_domain_gets_its_adapters_back_without_a_publication_where_they_are_better_again() -> None:
     """Nothing is published, since nobody gains; the base serves `known` alone."""
 

@@ -141,15 +141,13 @@ class Judge:
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
             stood = self.beside_base.seen(name, static.counts.shape[1]) if self.beside_base else None
-            base = static if self._may_stand_aside(case, stood) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            share = traffic[name]
-            options[name] = Options(
-                before, new, old, None, static, share, base, seen.get(name), stood, name in unadapted
-            )
+            shown = seen.get(name), stood, name in unadapted
+            found = Options(before, new, old, None, static, traffic[name], None, *shown)
+            options[name] = replace(found, base=static if self._may_serve(case, found.shown) else None)
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})
@@ -172,13 +170,13 @@ class Judge:
         own = live is not None and live.base_hash == made.base_hash
         return own and name != SHARED and not is_pinned(self.store.registry, name)
 
-    def _may_stand_aside(self, case: Case, stood: Seen | None) -> bool:
+    def _may_serve(self, case: Case, shown: Seen | None) -> bool:
         """Whether the base alone may serve: enough records, and no version that a person pinned or chose."""
         registry = self.store.registry
         free = case.domain != SHARED and not is_pinned(registry, case.domain)
         live = {name: registry.live(name) for name in (case.domain, SHARED)}
         chosen = any(registry.is_chosen(name, one.version if one else 0) for name, one in live.items())
-        records = len(case.records) + (stood.before.records if stood else 0)
+        records = len(case.records) + (shown.before.records if shown else 0)
         return self.base_serves and free and not chosen and records >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:

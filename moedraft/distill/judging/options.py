@@ -42,12 +42,16 @@ class Options:
         """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
         return {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind] or self.old
 
+    @property
+    def shown(self) -> Seen | None:
+        """The base and adapters: live or (where the base serves) kept ones, whichever saw more records."""
+        found = [one for one in (self.seen if self.aside else None, self.stood) if one is not None]
+        return max(found, key=lambda one: one.before.records, default=None)
+
     def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
         """The draft base alone, and adapters that do as `after` says, with what earlier ones have shown."""
-        static = self.static or self.before
-        if self.stood is None:
-            return static, after
-        return joined([static, self.stood.before]), joined([after, self.stood.after])
+        pair, shown = (self.static or self.before, after), self.shown
+        return (joined([pair[0], shown.before]), joined([after, shown.after])) if shown else pair
 
 
 @dataclass(frozen=True)
