@@ -27,7 +27,7 @@ from moedraft.models import load_by
 from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
-TEXT_RATE = 1e-3  # learning rate of an independent draft model's updates
+TEXT_RATE, TURNS_RATE = 3e-4, 1e-3  # of an independent draft model's updates, joint and in turns
 WHOLE = 1.0  # strength of an independent draft model's adapters: as they were learned
 
 
@@ -50,7 +50,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
         scope=settings.adapter_scope,
         rank=settings.adapter_rank,
         shared_rank=settings.shared_rank,
-        learning_rate=settings.learning_rate or TEXT_RATE,
+        learning_rate=settings.learning_rate or TURNS_RATE,
         steps=settings.update_steps,
         tokens_per_step=settings.update_tokens,
         kind=kinds_for(settings.distill_kind)[0],
