@@ -14,8 +14,8 @@ from test_second_look import fresh
 from test_together import Records
 
 from moedraft.core import SHARED, Domain, ReplayRecord
+from moedraft.distill.fresh.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.judging.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.options import Options
@@ -182,7 +182,7 @@ def of_domain(rng: np.random.Generator, gain: float, held: int, stood: int) -> O
     records, others = Records(rng, held), Records(rng, max(stood, 1))
     static, live, new, old = (records.draft(value) for value in (0.0, gain - 0.05, gain, gain - 0.05))
     seen = Seen(others.draft(0.0), others.draft(gain - 0.05)) if stood else None
-    return Options(live, new, old, None, static, 1.0, static if held + stood >= 3 else None, None, seen)
+    return Options(live, new, old, None, static, 1.0, static if held + stood >= 3 else None, None, None, seen)
 
 
 def left_to_base(loss: float, stood: int, trials: int = 60) -> dict[str, float]:
@@ -215,16 +215,15 @@ def test_what_was_seen_counts_beside_held_out_records() -> None:
     assert plain.beside_static(one.old) == (one.static, one.old)
 
 
-def test_what_kept_candidates_did_counts_where_the_base_serves() -> None:
-    """A domain that never had adapters: two held-out records that gain by chance do not give it any."""
+def test_what_kept_candidates_did_beside_the_base_counts() -> None:
+    """Two held-out records that gain by chance do not keep the base from serving."""
 
     def left(gain: float, kept: int, trials: int = 60) -> float:
         rng, found = np.random.default_rng(5), list[bool]()
         for _ in range(trials):
             one, others = of_domain(rng, 0.1, 2, 0), Records(rng, max(kept, 1))
-            seen = Seen(others.draft(0.0), others.draft(gain)) if kept else None
-            aside = replace(one, before=one.static, aside=True, seen=seen)
-            known = replace(aside, base=one.static if kept else None)
+            tried = Seen(others.draft(0.0), others.draft(gain)) if kept else None
+            known = replace(one, tried=tried, base=one.static if kept else None)
             verdicts = decide_together(home(rng, 0.0, 0) | {"known": known}, {}, SHARED)
             if verdicts[SHARED].is_published:
                 found.append(bool(verdicts["known"].unadapted))
@@ -241,10 +240,10 @@ def test_the_same_records_are_not_counted_twice() -> None:
     rng = np.random.default_rng(0)
     few, many = Records(rng, 3), Records(rng, 7)
     fewer, more = (Seen(one.draft(0.0), one.draft(0.1)) for one in (few, many))
-    one = replace(of_domain(rng, 0.1, 4, 0), seen=more, stood=fewer)
-    assert one.shown is fewer, "what serves is no candidate's base"
-    assert replace(one, aside=True).shown is more
-    assert replace(one, aside=True, seen=fewer, stood=more).shown is more
+    one = of_domain(rng, 0.1, 4, 0)
+    assert one.shown is None
+    assert replace(one, tried=more, stood=fewer).shown is more
+    assert replace(one, tried=fewer, stood=more).shown is more
 
 
 def test_a_domain_gets_its_adapters_back_without_a_publication_where_they_are_better_again() -> None:

@@ -31,6 +31,7 @@ class Options:
     share: float = 1.0  # of the traffic, in any unit
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
     seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
+    tried: Seen | None = None  # the draft base alone, and these candidates, on the same records as `seen`
     stood: Seen | None = None  # the draft base alone, and adapters that were live before, on other records
     aside: bool = False  # whether the base alone serves now, so that `before` is `static`
 
@@ -44,8 +45,8 @@ class Options:
 
     @property
     def shown(self) -> Seen | None:
-        """The base and adapters: live or (where the base serves) kept ones, whichever saw more records."""
-        found = [one for one in (self.seen if self.aside else None, self.stood) if one is not None]
+        """The base and adapters, live or kept ones: whichever were seen on more records, often the same."""
+        found = [one for one in (self.tried, self.stood) if one is not None]
         return max(found, key=lambda one: one.before.records, default=None)
 
     def beside_static(self, after: Measured) -> tuple[Measured, Measured]:

@@ -12,7 +12,7 @@ base without any adapter. A domain that stands below that gets no new version, a
 it where it is better off without one. If every adapter that a published update could give a domain is
 probably worse than the base, the base alone drafts for that domain, where the drafter can do so; the next
 published update decides anew. For this question alone, what adapters did on new records counts too: those
-that served (`beside_base`) or, where the base serves, candidates that were kept (`second_look`). Where
+that served (`beside_base`) or candidates that were kept (`second_look`). Where
 nothing is published, a domain goes to the base if it likely stands below it, and gets its adapters back if
 they probably do not, by the records that these were seen on. "Probably" is likelier than not, less than a
 publication asks for: with the base alone no domain stands below it.

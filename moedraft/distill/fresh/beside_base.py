@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moedraft.core import SHARED
-from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
+from moedraft.distill.fresh.new_records import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.held_out import LEAST_JUDGED
 from moedraft.distill.measuring.figures import FEW, Measured, joined

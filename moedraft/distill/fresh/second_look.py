@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
+from moedraft.distill.fresh.new_records import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import SURE, Seen, Verdict
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -38,14 +38,16 @@ class Line:
     prompts: set[int] = field(default_factory=set)  # hashes of those trained on or measured: they are not new
     learned: set[str] = field(default_factory=set)  # domains that these candidates have learned
     seen: dict[str, Seen] = field(default_factory=dict)  # by domain
+    beside: dict[str, Seen] = field(default_factory=dict)  # the same beside the draft base alone
     aside: frozenset[str] = frozenset()  # the domains that the base alone served when they were seen
 
 
 class SecondLook:
     """The lines of one home. It reads storage and writes nothing; a restart forgets the lines."""
 
-    def __init__(self, measure: Measure, store: Store) -> None:
-        self.measure, self.store = measure, store
+    def __init__(self, measure: Measure, store: Store, *, base_serves: bool = False) -> None:
+        """base_serves: whether the draft base alone may serve domains, so that it is measured as well."""
+        self.measure, self.store, self.base_serves = measure, store, base_serves
         self._lines: dict[str, Line] = {}  # by the adapter that the update was of
 
     def settled(self, candidates: Sequence[Candidate], verdicts: Mapping[str, Verdict], last_id: int) -> None:
@@ -62,6 +64,7 @@ class SecondLook:
         line.made, line.last_id = made, last_id
         if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
             line.seen.clear()
+            line.beside.clear()
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {prompt_of(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
@@ -81,6 +84,11 @@ class SecondLook:
                 before, after = self._pair(line.made, domain)
                 found = [self.measure(serving, domain, records, on_batch) for serving in (before, after)]
                 line.seen[domain] = _added(line.seen.get(domain), found[0], found[1])
+                if self.base_serves:
+                    base = found[0]
+                    if domain not in aside:
+                        base = self.measure(dict.fromkeys(before), domain, records, on_batch)
+                    line.beside[domain] = _added(line.beside.get(domain), base, found[1])
             line.last_id = last_id
 
     def forget(self) -> None:
@@ -89,10 +97,17 @@ class SecondLook:
 
     def seen(self, candidate: Candidate) -> dict[str, Seen]:
         """By domain, what the line shows that `candidate` goes on from; empty where there is none."""
+        line = self._of(candidate)
+        return line.seen if line else {}
+
+    def beside(self, candidate: Candidate) -> dict[str, Seen]:
+        """The same of the line's candidates beside the draft base alone."""
+        line = self._of(candidate)
+        return line.beside if line else {}
+
+    def _of(self, candidate: Candidate) -> Line | None:
         line = self._lines.get(candidate.expert)
-        if line is None or line.made[candidate.expert].parent != candidate.parent:
-            return {}
-        return line.seen
+        return line if line and line.made[candidate.expert].parent == candidate.parent else None
 
     def _is_broken(self, name: str, line: Line) -> bool:
         """Whether something else serves than when the line began, or nothing can be published for it now."""
