@@ -235,6 +235,26 @@ def test_what_kept_candidates_did_beside_the_base_counts() -> None:
     assert left(0.2, 12) <= 0.05
 
 
+def test_a_domain_that_the_base_serves_gets_adapters_where_they_are_likely_better() -> None:
+    """Two lucky held-out records against five new ones: whoever serves goes on."""
+
+    def left(aside: bool, gain: float) -> float:
+        rng, found = np.random.default_rng(7), list[bool]()
+        for _ in range(60):
+            one, others = of_domain(rng, 0.15, 2, 0), Records(rng, 5)
+            tried = Seen(others.draft(0.0), others.draft(gain))
+            serves = one.static if aside else one.before
+            known = replace(one, before=serves, tried=tried, base=one.static, aside=aside)
+            verdicts = decide_together(home(rng, 0.0, 0) | {"known": known}, {}, SHARED)
+            if verdicts[SHARED].is_published:
+                found.append(bool(verdicts["known"].unadapted))
+        assert len(found) > 15
+        return sum(found) / len(found)
+
+    assert left(aside=True, gain=-0.15) >= left(aside=False, gain=-0.15) + 0.2
+    assert left(aside=True, gain=0.2) <= 0.1, "one that gains does not wait"
+
+
 def test_the_same_records_are_not_counted_twice() -> None:
     """Of those on which live adapters, and candidates, were seen, the greater number counts."""
     rng = np.random.default_rng(0)

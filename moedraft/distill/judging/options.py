@@ -61,7 +61,8 @@ class Prospect:
 
     gain: GainEstimate  # over what serves now
     static: GainEstimate | None  # over the draft base alone, by held-out records
-    beside: GainEstimate | None  # the same, by what adapters that served before have shown as well
+    beside: GainEstimate | None  # the same, by what adapters have shown on new records as well
+    aside: bool = False  # whether the base alone serves now
 
     @property
     def harms(self) -> bool:
@@ -77,7 +78,9 @@ class Prospect:
 
     @property
     def yields_to_base(self) -> bool:
-        """Whether the base alone should draft instead."""
+        """Whether the base alone should draft instead, or go on until adapters are likely better."""
+        if self.aside:
+            return self.beside is not None and self.beside.worse > 1 - LIKELY_HARM
         return is_below(self.beside, HARMFUL)
 
 

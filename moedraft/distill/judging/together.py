@@ -15,7 +15,8 @@ published update decides anew. For this question alone, what adapters did on new
 that served (`beside_base`) or candidates that were kept (`second_look`). Where
 nothing is published, a domain goes to the base if it likely stands below it, and gets its adapters back if
 they probably do not, by the records that these were seen on. "Probably" is likelier than not, less than a
-publication asks for: with the base alone no domain stands below it.
+publication asks for: with the base alone no domain stands below it. So a domain that the base serves gets
+adapters with a publication only where they are likely better, by three quarters.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 10 % of updates pass, with a loss of .03 tokens per step
@@ -166,9 +167,8 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
             besides = _compared([one.beside_static(after) for one, after in _pairs(domains, afters)])
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
-                known = options.static is not None
-                over = (statics[number], besides[number]) if known else (None, None)
-                found[name][kind] = Prospect(gains[number], *over)
+                over = (statics[number], besides[number]) if options.static is not None else (None, None)
+                found[name][kind] = Prospect(gains[number], over[0], over[1], options.aside)
     return found
 
 
