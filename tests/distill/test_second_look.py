@@ -15,7 +15,7 @@ from test_judge import Figures, Together, by_tensors, loop_of
 from test_together import TOKENS, counts_of
 
 from moedraft.core import SHARED, Domain, StorageError
-from moedraft.distill.fresh.new_records import MOST
+from moedraft.distill.fresh.new_records import MOST, MOST_COUNTED
 from moedraft.distill.fresh.second_look import SecondLook
 from moedraft.distill.judging.gate import DOUBTFUL, Seen, Verdict, compare, decide, decide_again
 from moedraft.distill.measuring.figures import Measured, joined
@@ -234,13 +234,20 @@ def test_where_the_base_may_serve_kept_candidates_are_measured_beside_it(
     store.replay.add([*fresh(4, first=200_000), *fresh(3, "prose", 500_000)])
     look.gather()
     assert seen_records(look, SHARED) == {"code": 4, "prose": 3}
-    beside = look.beside(candidate(SHARED, 0.0))
+    beside = look.beside
     gains = {name: compare(one.before, one.after) for name, one in beside.items()}
     assert {n: one.records for n, one in gains.items()} == ({"code": 4, "prose": 3} if base_serves else {})
     assert all(one.gain == pytest.approx(0.2) for one in gains.values())
     assert len(figures.asked) == 2 + 2 + base_serves
+    look.settled([candidate(SHARED, 0.1)], {SHARED: Verdict("promote")}, store.replay.last_id())
+    assert look.beside == beside, "what was published since changes little of it"
+    store.replay.add(fresh(3 * MOST_COUNTED, first=600_000))
+    kept(look, SHARED, "code")
+    store.replay.add(fresh(MOST_COUNTED, first=900_000))
+    look.gather()
+    assert not base_serves or look.beside["code"].before.records == MOST_COUNTED
     kept(look, SHARED, "code", better=0.05)
-    assert look.beside(candidate(SHARED, 0.0)) == {}, "what did harm says nothing of what learns on from it"
+    assert look.beside == {}, "what did harm says nothing of what learns on from it"
 
 
 def test_a_domain_that_the_line_has_not_learned_says_nothing_of_it(store: Store) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.fresh.new_records import REMEMBERED, fresh_records, prompt_of
+from moedraft.distill.fresh.new_records import MOST_COUNTED, REMEMBERED, fresh_records, prompt_of, single
 from moedraft.distill.judging.gate import SURE, Seen, Verdict
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -38,7 +38,6 @@ class Line:
     prompts: set[int] = field(default_factory=set)  # hashes of those trained on or measured: they are not new
     learned: set[str] = field(default_factory=set)  # domains that these candidates have learned
     seen: dict[str, Seen] = field(default_factory=dict)  # by domain
-    beside: dict[str, Seen] = field(default_factory=dict)  # the same beside the draft base alone
     aside: frozenset[str] = frozenset()  # the domains that the base alone served when they were seen
 
 
@@ -49,6 +48,8 @@ class SecondLook:
         """base_serves: whether the draft base alone may serve domains, so that it is measured as well."""
         self.measure, self.store, self.base_serves = measure, store, base_serves
         self._lines: dict[str, Line] = {}  # by the adapter that the update was of
+        # By domain, what candidates of any line did beside the draft base alone, on its newest records.
+        self.beside: dict[str, Seen] = {}
 
     def settled(self, candidates: Sequence[Candidate], verdicts: Mapping[str, Verdict], last_id: int) -> None:
         """Note the gate's verdicts on the candidates of one update, which knew of records up to `last_id`."""
@@ -64,7 +65,7 @@ class SecondLook:
         line.made, line.last_id = made, last_id
         if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
             line.seen.clear()
-            line.beside.clear()
+            self.beside.clear()
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {prompt_of(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
@@ -75,6 +76,7 @@ class SecondLook:
         for name, line in list(self._lines.items()):
             if self._is_broken(name, line):
                 del self._lines[name]
+                self.beside.clear()
                 continue
             last_id, aside = self.store.replay.last_id(), self.store.registry.unadapted()
             for domain in aside ^ line.aside:  # what served is another now
@@ -88,26 +90,20 @@ class SecondLook:
                     base = found[0]
                     if domain not in aside:
                         base = self.measure(dict.fromkeys(before), domain, records, on_batch)
-                    line.beside[domain] = _added(line.beside.get(domain), base, found[1])
+                    self.beside[domain] = _newest(_added(self.beside.get(domain), base, found[1]))
             line.last_id = last_id
 
     def forget(self) -> None:
         """Drop all lines: a trainer that has failed goes on from what serves, and lines remember prompts."""
         self._lines.clear()
+        self.beside.clear()
 
     def seen(self, candidate: Candidate) -> dict[str, Seen]:
         """By domain, what the line shows that `candidate` goes on from; empty where there is none."""
-        line = self._of(candidate)
-        return line.seen if line else {}
-
-    def beside(self, candidate: Candidate) -> dict[str, Seen]:
-        """The same of the line's candidates beside the draft base alone."""
-        line = self._of(candidate)
-        return line.beside if line else {}
-
-    def _of(self, candidate: Candidate) -> Line | None:
         line = self._lines.get(candidate.expert)
-        return line if line and line.made[candidate.expert].parent == candidate.parent else None
+        if line is None or line.made[candidate.expert].parent != candidate.parent:
+            return {}
+        return line.seen
 
     def _is_broken(self, name: str, line: Line) -> bool:
         """Whether something else serves than when the line began, or nothing can be published for it now."""
@@ -144,6 +140,11 @@ class SecondLook:
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)
         return found[1] if found else None
+
+
+def _newest(seen: Seen) -> Seen:
+    """The figures of the newest `MOST_COUNTED` records."""
+    return Seen(*(single(one, slice(-MOST_COUNTED, None)) for one in (seen.before, seen.after)))
 
 
 def _added(seen: Seen | None, before: Measured, after: Measured) -> Seen:

@@ -135,7 +135,7 @@ class Judge:
         traffic = self.store.replay.traffic(OF_LATE, LEAST_JUDGED, filed(self.store.registry))
         cases = {name: self._case(name, len(traffic), on_batch) for name in traffic}
         unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
-        seen, beside = self.second_look.seen(new_shared), self.second_look.beside(new_shared)
+        seen, beside = self.second_look.seen(new_shared), self.second_look.beside
         for name, case in cases.items():
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)

@@ -31,7 +31,7 @@ class Options:
     share: float = 1.0  # of the traffic, in any unit
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
     seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
-    tried: Seen | None = None  # the draft base alone, and these candidates, on the same records as `seen`
+    tried: Seen | None = None  # the draft base alone, and candidates that were kept, on its newest records
     stood: Seen | None = None  # the draft base alone, and adapters that were live before, on other records
     aside: bool = False  # whether the base alone serves now, so that `before` is `static`
 
