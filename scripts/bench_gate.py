@@ -38,6 +38,9 @@ RUNS = (
 )
 
 
+OLDER = {"target": "smollm2", "arrangement": GATED}  # of files that do not tell it
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,7 +60,10 @@ def main() -> None:
     usual = ["--data", str(args.data), "--out", str(args.out), "--cache", str(args.cache)]
     given = [*usual, "--target", args.target, "--dtype", args.dtype]
     workplace = command.Workplace(command.arguments(given))
-    found = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
+    which = {"target": args.target, "arrangement": args.arrangement}
+    found = json.loads(args.out.read_text()) if args.out.exists() else {**which, "runs": {}}
+    if {key: found.get(key, old) for key, old in OLDER.items()} != which:
+        parser.error(f"{args.out} is of another target or arrangement; name another --out.")
     for name in args.runs.split(","):
         if name not in found["runs"]:
             pattern, seed = name.rsplit(":", 1)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from moedraft.distill.assembly import WHOLE
 
 BEFORE_TOKENS = 4096  # of an expert's list, in runs that do not tell it
+BEFORE_RATE = 1e-3  # of an independent draft model's updates, in runs that do not tell it
 
 
 class Manner(NamedTuple):
@@ -20,6 +21,7 @@ class Manner(NamedTuple):
     own_tokens: int  # of an expert's list at most
     resampled: int  # further answers to a prompt that are learned from
     text_tokens: bool  # whether drafters guess the tokens of a request's own text, beside a list
+    rate: float | None = None  # learning rate of an independent draft model
 
 
 def check(out: Path, pattern: str, now: Manner) -> None:
@@ -45,6 +47,9 @@ def differences(found: dict[str, Any], now: Manner) -> Iterator[str]:
             f"give --strength {strength:g}"
         )
     if found["settings"]["target"] == "mini":  # an independent draft model has no lists
+        if now.rate is not None and (rate := found.get("learning_rate", BEFORE_RATE)) != now.rate:
+            rates = f"learned at a rate of {rate:g}, and this run would at {now.rate:g}"
+            yield f"{rates}; take the code of its commit"
         return
     if (size := found.get("own_tokens", BEFORE_TOKENS)) not in (None, now.own_tokens):
         yield (

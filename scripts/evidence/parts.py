@@ -51,8 +51,8 @@ PARTS: dict[str, list[Job]] = {
         (pattern, name) for pattern in ORDERS for name in (STATIC, WITHHELD, WITHHELD_GATED, LISTS, SERVED)
     ],
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, ONE_WIDE, SERVED)],
-    "objectives": [("steady", name) for name in (*OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],
-    "interval": [("steady", name) for name in INTERVALS],
+    "objectives": [("steady", n) for n in (STATIC, *OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],
+    "interval": [("steady", name) for name in (STATIC, *INTERVALS)],
     "lean": [("steady", name) for name in (STATIC, JOINT, *LEAN)],
     "data": [("steady", name) for name in DATA],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],

@@ -244,6 +244,7 @@ def run(
         found["unsure"] = sum(bool(one.weights) for one in served)
         found["resampled"] = len(bench.further.more) if bench.further else 0
         found["text_tokens"] = one.trainer.student.has_lists  # whether they are guessed beside a list
+        found["learning_rate"] = one.trainer.plan.learning_rate
         found["own_tokens"] = bench.own_tokens if one.trainer.student.has_lists else None
         known = round(len(served) * arrangement.beforehand)
         before = one.tokens(held) if tell_tokens else None

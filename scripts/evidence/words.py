@@ -82,12 +82,11 @@ METHOD_TEXT = """## How it was measured
   later requests show to be worse, and lets what an answer shows of the experts decide who drafts on
   (`selector = "evidence"`); here the router alone does.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The gate of the runs of [evidence-served](evidence-served.md) also counts
+  three. All runs of [evidence-served](evidence-served.md) have the present gate, which also counts
   [what adapters do on new records](experiments.md#a-domain-that-the-drafter-knows) where it asks whether a
-  domain is better left to the draft base; what kept candidates do there it counts in the newest ones only,
-  those with a domain that the drafter was trained on. That of [evidence-turns](evidence-turns.md) decides
-  alike on what is published, but throws joint candidates away sooner. All others were made with the forms
-  that the gate had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
+  domain is better left to the draft base. That of [evidence-turns](evidence-turns.md) decides alike on what
+  is published, but throws joint candidates away sooner. All others were made with the forms that the gate
+  had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a

@@ -14,8 +14,8 @@ from test_second_look import fresh
 from test_together import Records
 
 from moedraft.core import SHARED, Domain, ReplayRecord
-from moedraft.distill.fresh.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.judging.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.options import Options
@@ -182,7 +182,7 @@ def of_domain(rng: np.random.Generator, gain: float, held: int, stood: int) -> O
     records, others = Records(rng, held), Records(rng, max(stood, 1))
     static, live, new, old = (records.draft(value) for value in (0.0, gain - 0.05, gain, gain - 0.05))
     seen = Seen(others.draft(0.0), others.draft(gain - 0.05)) if stood else None
-    return Options(live, new, old, None, static, 1.0, static if held + stood >= 3 else None, None, None, seen)
+    return Options(live, new, old, None, static, 1.0, static if held + stood >= 3 else None, None, seen)
 
 
 def left_to_base(loss: float, stood: int, trials: int = 60) -> dict[str, float]:
@@ -213,57 +213,6 @@ def test_what_was_seen_counts_beside_held_out_records() -> None:
     assert base.records == after.records == 12
     plain = replace(one, stood=None)
     assert plain.beside_static(one.old) == (one.static, one.old)
-
-
-def test_what_kept_candidates_did_beside_the_base_counts() -> None:
-    """Two held-out records that gain by chance do not keep the base from serving."""
-
-    def left(gain: float, kept: int, trials: int = 60) -> float:
-        rng, found = np.random.default_rng(5), list[bool]()
-        for _ in range(trials):
-            one, others = of_domain(rng, 0.1, 2, 0), Records(rng, max(kept, 1))
-            tried = Seen(others.draft(0.0), others.draft(gain)) if kept else None
-            known = replace(one, tried=tried, base=one.static if kept else None)
-            verdicts = decide_together(home(rng, 0.0, 0) | {"known": known}, {}, SHARED)
-            if verdicts[SHARED].is_published:
-                found.append(bool(verdicts["known"].unadapted))
-        assert len(found) > trials / 4
-        return sum(found) / len(found)
-
-    assert left(-0.2, 0) == 0
-    assert left(-0.2, 12) >= 0.7
-    assert left(0.2, 12) <= 0.05
-
-
-def test_a_domain_that_the_base_serves_gets_adapters_where_they_are_likely_better() -> None:
-    """Two lucky held-out records against five new ones: whoever serves goes on."""
-
-    def left(aside: bool, gain: float) -> float:
-        rng, found = np.random.default_rng(7), list[bool]()
-        for _ in range(60):
-            one, others = of_domain(rng, 0.15, 2, 0), Records(rng, 5)
-            tried = Seen(others.draft(0.0), others.draft(gain))
-            serves = one.static if aside else one.before
-            known = replace(one, before=serves, tried=tried, base=one.static, aside=aside)
-            verdicts = decide_together(home(rng, 0.0, 0) | {"known": known}, {}, SHARED)
-            if verdicts[SHARED].is_published:
-                found.append(bool(verdicts["known"].unadapted))
-        assert len(found) > 15
-        return sum(found) / len(found)
-
-    assert left(aside=True, gain=-0.15) >= left(aside=False, gain=-0.15) + 0.2
-    assert left(aside=True, gain=0.2) <= 0.1, "one that gains does not wait"
-
-
-def test_the_same_records_are_not_counted_twice() -> None:
-    """Of those on which live adapters, and candidates, were seen, the greater number counts."""
-    rng = np.random.default_rng(0)
-    few, many = Records(rng, 3), Records(rng, 7)
-    fewer, more = (Seen(one.draft(0.0), one.draft(0.1)) for one in (few, many))
-    one = of_domain(rng, 0.1, 4, 0)
-    assert one.shown is None
-    assert replace(one, tried=more, stood=fewer).shown is more
-    assert replace(one, tried=fewer, stood=more).shown is more
 
 
 def test_a_domain_gets_its_adapters_back_without_a_publication_where_they_are_better_again() -> None:

@@ -15,9 +15,9 @@ from test_judge import Figures, Together, by_tensors, loop_of
 from test_together import TOKENS, counts_of
 
 from moedraft.core import SHARED, Domain, StorageError
-from moedraft.distill.fresh.new_records import MOST, MOST_COUNTED
-from moedraft.distill.fresh.second_look import SecondLook
+from moedraft.distill.judging.fresh import MOST
 from moedraft.distill.judging.gate import DOUBTFUL, Seen, Verdict, compare, decide, decide_again
+from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.measuring.figures import Measured, joined
 from moedraft.storage import changes
 from moedraft.storage.retention.holding import is_held_out
@@ -190,9 +190,9 @@ def store(store: Store) -> Store:
     return store
 
 
-def kept(look: SecondLook, *names: str, value: float = 0.1, better: float = 0.5) -> None:
+def kept(look: SecondLook, *names: str, value: float = 0.1) -> None:
     made = [candidate(name, value) for name in names]
-    verdicts = {name: Verdict("keep", better=better) for name in names}
+    verdicts = {name: Verdict("keep") for name in names}
     look.settled(made, verdicts, look.store.replay.last_id())
 
 
@@ -220,34 +220,6 @@ def test_new_records_are_measured_once_before_they_are_trained_on(store: Store) 
     store.replay.add(fresh(2, first=600_000))
     look.gather()
     assert seen_records(look, SHARED) == {"code": 8, "prose": 2}
-
-
-@pytest.mark.parametrize("base_serves", [True, False])
-def test_where_the_base_may_serve_kept_candidates_are_measured_beside_it(
-    store: Store, base_serves: bool
-) -> None:
-    store.registry.set_unadapted({"prose"})  # there the base is what serves
-    figures = Figures(by_tensors)
-    look = SecondLook(figures, store, base_serves=base_serves)
-    store.replay.add([*fresh(5), *fresh(5, "prose", 400_000)])
-    kept(look, SHARED, "code", "prose")
-    store.replay.add([*fresh(4, first=200_000), *fresh(3, "prose", 500_000)])
-    look.gather()
-    assert seen_records(look, SHARED) == {"code": 4, "prose": 3}
-    beside = look.beside
-    gains = {name: compare(one.before, one.after) for name, one in beside.items()}
-    assert {n: one.records for n, one in gains.items()} == ({"code": 4, "prose": 3} if base_serves else {})
-    assert all(one.gain == pytest.approx(0.2) for one in gains.values())
-    assert len(figures.asked) == 2 + 2 + base_serves
-    look.settled([candidate(SHARED, 0.1)], {SHARED: Verdict("promote")}, store.replay.last_id())
-    assert look.beside == beside, "what was published since changes little of it"
-    store.replay.add(fresh(3 * MOST_COUNTED, first=600_000))
-    kept(look, SHARED, "code")
-    store.replay.add(fresh(MOST_COUNTED, first=900_000))
-    look.gather()
-    assert not base_serves or look.beside["code"].before.records == MOST_COUNTED
-    kept(look, SHARED, "code", better=0.05)
-    assert look.beside == {}, "what did harm says nothing of what learns on from it"
 
 
 def test_a_domain_that_the_line_has_not_learned_says_nothing_of_it(store: Store) -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.fresh.beside_base import BesideBase
-from moedraft.distill.fresh.second_look import SecondLook
 from moedraft.distill.judging.alone import decide_alone
+from moedraft.distill.judging.beside_base import BesideBase
 from moedraft.distill.judging.gate import Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
 from moedraft.distill.judging.options import Options
+from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import decide_together, in_doubt
 from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -61,7 +61,7 @@ class Judge:
         """base_serves: whether rows of single domains can be drafted for by the base alone."""
         self.measure, self.store = Remembered(measure), store
         self.held_out = HeldOut(store.replay)
-        self.second_look = SecondLook(measure, store, base_serves=base_serves)
+        self.second_look = SecondLook(measure, store)
         self.beside_base = BesideBase(measure, store) if base_serves else None
         self.kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
@@ -135,19 +135,21 @@ class Judge:
         traffic = self.store.replay.traffic(OF_LATE, LEAST_JUDGED, filed(self.store.registry))
         cases = {name: self._case(name, len(traffic), on_batch) for name in traffic}
         unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
-        seen, beside = self.second_look.seen(new_shared), self.second_look.beside
+        seen = self.second_look.seen(new_shared)
         for name, case in cases.items():
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
             stood = self.beside_base.seen(name, static.counts.shape[1]) if self.beside_base else None
+            base = static if self._may_stand_aside(case, stood) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            others = seen.get(name), beside.get(name), stood, name in unadapted
-            found = Options(before, new, old, None, static, traffic[name], None, *others)
-            options[name] = replace(found, base=static if self._may_serve(case, found.shown) else None)
+            share = traffic[name]
+            options[name] = Options(
+                before, new, old, None, static, share, base, seen.get(name), stood, name in unadapted
+            )
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})
@@ -170,13 +172,13 @@ class Judge:
         own = live is not None and live.base_hash == made.base_hash
         return own and name != SHARED and not is_pinned(self.store.registry, name)
 
-    def _may_serve(self, case: Case, shown: Seen | None) -> bool:
+    def _may_stand_aside(self, case: Case, stood: Seen | None) -> bool:
         """Whether the base alone may serve: enough records, and no version that a person pinned or chose."""
         registry = self.store.registry
         free = case.domain != SHARED and not is_pinned(registry, case.domain)
         live = {name: registry.live(name) for name in (case.domain, SHARED)}
         chosen = any(registry.is_chosen(name, one.version if one else 0) for name, one in live.items())
-        records = len(case.records) + (shown.before.records if shown else 0)
+        records = len(case.records) + (stood.before.records if stood else 0)
         return self.base_serves and free and not chosen and records >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:

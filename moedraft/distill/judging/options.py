@@ -31,7 +31,6 @@ class Options:
     share: float = 1.0  # of the traffic, in any unit
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
     seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
-    tried: Seen | None = None  # the draft base alone, and candidates that were kept, on its newest records
     stood: Seen | None = None  # the draft base alone, and adapters that were live before, on other records
     aside: bool = False  # whether the base alone serves now, so that `before` is `static`
 
@@ -43,16 +42,12 @@ class Options:
         """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
         return {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind] or self.old
 
-    @property
-    def shown(self) -> Seen | None:
-        """The base and adapters, live or kept ones: whichever were seen on more records, often the same."""
-        found = [one for one in (self.tried, self.stood) if one is not None]
-        return max(found, key=lambda one: one.before.records, default=None)
-
     def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
         """The draft base alone, and adapters that do as `after` says, with what earlier ones have shown."""
-        pair, shown = (self.static or self.before, after), self.shown
-        return (joined([pair[0], shown.before]), joined([after, shown.after])) if shown else pair
+        static = self.static or self.before
+        if self.stood is None:
+            return static, after
+        return joined([static, self.stood.before]), joined([after, self.stood.after])
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,7 @@ class Prospect:
 
     gain: GainEstimate  # over what serves now
     static: GainEstimate | None  # over the draft base alone, by held-out records
-    beside: GainEstimate | None  # the same, by what adapters have shown on new records as well
-    aside: bool = False  # whether the base alone serves now
+    beside: GainEstimate | None  # the same, by what adapters that served before have shown as well
 
     @property
     def harms(self) -> bool:
@@ -78,9 +72,7 @@ class Prospect:
 
     @property
     def yields_to_base(self) -> bool:
-        """Whether the base alone should draft instead, or go on until adapters are likely better."""
-        if self.aside:
-            return self.beside is not None and self.beside.worse > 1 - LIKELY_HARM
+        """Whether the base alone should draft instead."""
         return is_below(self.beside, HARMFUL)
 
 

@@ -11,12 +11,10 @@ Losses too small to be seen in one update add up over many. So each domain is al
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from
 it where it is better off without one. If every adapter that a published update could give a domain is
 probably worse than the base, the base alone drafts for that domain, where the drafter can do so; the next
-published update decides anew. For this question alone, what adapters did on new records counts too: those
-that served (`beside_base`) or candidates that were kept (`second_look`). Where
-nothing is published, a domain goes to the base if it likely stands below it, and gets its adapters back if
-they probably do not, by the records that these were seen on. "Probably" is likelier than not, less than a
-publication asks for: with the base alone no domain stands below it. So a domain that the base serves gets
-adapters with a publication only where they are likely better, by three quarters.
+published update decides anew. For this question alone, what the adapters that served did on new records
+counts too (`beside_base`); where nothing is published, a domain goes to the base if it likely stands below
+it, and gets its adapters back if by these records they probably do not. "Probably" is likelier than not,
+less than a publication asks for: with the base alone no domain stands below it.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 10 % of updates pass, with a loss of .03 tokens per step
@@ -163,12 +161,13 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
         gains = estimates([options.before for options in domains.values()], afters)
         statics = _compared([(one.static or one.before, after) for one, after in _pairs(domains, afters)])
         besides = statics
-        if kind != "base" and any(one.shown for one in domains.values()):
+        if kind != "base" and any(one.stood for one in domains.values()):
             besides = _compared([one.beside_static(after) for one, after in _pairs(domains, afters)])
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
-                over = (statics[number], besides[number]) if options.static is not None else (None, None)
-                found[name][kind] = Prospect(gains[number], over[0], over[1], options.aside)
+                known = options.static is not None
+                over = (statics[number], besides[number]) if known else (None, None)
+                found[name][kind] = Prospect(gains[number], *over)
     return found
 
 

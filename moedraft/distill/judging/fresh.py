@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 from moedraft.core import ReplayRecord
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
-from moedraft.distill.measuring.figures import Measured
 from moedraft.storage.filing import filed
 from moedraft.storage.retention.holding import is_held_out
 from moedraft.storage.retention.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 
 MOST = 32  # new records that are measured before an update
-MOST_COUNTED = 16  # newest records of a domain that count beside the draft base, since versions change
 LOOKED_AT = 4 * MOST  # newest records of which these are chosen
 REMEMBERED = 512  # of the newest records that an update knew of, those whose prompts count as trained on
 
@@ -44,9 +42,3 @@ def fresh_records(
 def prompt_of(record: ReplayRecord) -> int:
     """A hash of its prompt's tokens."""
     return hash(tuple(record.token_ids[: record.num_prompt_tokens]))
-
-
-def single(measured: Measured, some: slice) -> Measured:
-    """The figures of some of the records."""
-    chances = None if measured.chances is None else measured.chances[some]
-    return Measured(measured.counts[some], None, chances)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.fresh.new_records import MOST_COUNTED, REMEMBERED, fresh_records, prompt_of, single
+from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import SURE, Seen, Verdict
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -44,12 +44,9 @@ class Line:
 class SecondLook:
     """The lines of one home. It reads storage and writes nothing; a restart forgets the lines."""
 
-    def __init__(self, measure: Measure, store: Store, *, base_serves: bool = False) -> None:
-        """base_serves: whether the draft base alone may serve domains, so that it is measured as well."""
-        self.measure, self.store, self.base_serves = measure, store, base_serves
+    def __init__(self, measure: Measure, store: Store) -> None:
+        self.measure, self.store = measure, store
         self._lines: dict[str, Line] = {}  # by the adapter that the update was of
-        # By domain, what candidates of any line did beside the draft base alone, on its newest records.
-        self.beside: dict[str, Seen] = {}
 
     def settled(self, candidates: Sequence[Candidate], verdicts: Mapping[str, Verdict], last_id: int) -> None:
         """Note the gate's verdicts on the candidates of one update, which knew of records up to `last_id`."""
@@ -65,7 +62,6 @@ class SecondLook:
         line.made, line.last_id = made, last_id
         if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
             line.seen.clear()
-            self.beside.clear()
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {prompt_of(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
@@ -76,7 +72,6 @@ class SecondLook:
         for name, line in list(self._lines.items()):
             if self._is_broken(name, line):
                 del self._lines[name]
-                self.beside.clear()
                 continue
             last_id, aside = self.store.replay.last_id(), self.store.registry.unadapted()
             for domain in aside ^ line.aside:  # what served is another now
@@ -86,17 +81,11 @@ class SecondLook:
                 before, after = self._pair(line.made, domain)
                 found = [self.measure(serving, domain, records, on_batch) for serving in (before, after)]
                 line.seen[domain] = _added(line.seen.get(domain), found[0], found[1])
-                if self.base_serves:
-                    base = found[0]
-                    if domain not in aside:
-                        base = self.measure(dict.fromkeys(before), domain, records, on_batch)
-                    self.beside[domain] = _newest(_added(self.beside.get(domain), base, found[1]))
             line.last_id = last_id
 
     def forget(self) -> None:
         """Drop all lines: a trainer that has failed goes on from what serves, and lines remember prompts."""
         self._lines.clear()
-        self.beside.clear()
 
     def seen(self, candidate: Candidate) -> dict[str, Seen]:
         """By domain, what the line shows that `candidate` goes on from; empty where there is none."""
@@ -140,11 +129,6 @@ class SecondLook:
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)
         return found[1] if found else None
-
-
-def _newest(seen: Seen) -> Seen:
-    """The figures of the newest `MOST_COUNTED` records."""
-    return Seen(*(single(one, slice(-MOST_COUNTED, None)) for one in (seen.before, seen.after)))
 
 
 def _added(seen: Seen | None, before: Measured, after: Measured) -> Seen:

@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moedraft.core import SHARED
-from moedraft.distill.fresh.new_records import MOST_COUNTED, REMEMBERED, fresh_records, prompt_of, single
+from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.held_out import LEAST_JUDGED
-from moedraft.distill.measuring.figures import FEW, joined
+from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure
 from moedraft.distill.single.trainer import domains_taught
 from moedraft.storage.retention.shares import Held, of_many
 from moedraft.storage.store import Store
 from moedraft.storage.versions.candidate import Weights
 
+MOST_COUNTED = 16  # newest records of a domain that count, since versions change
 Versions = tuple[int, int]  # of the shared adapter and of the domain's own; 0: none
 
 
@@ -73,7 +74,7 @@ class BesideBase:
                 SeenRecord(
                     Held(one.id, one.source, one.pinned),
                     versions,
-                    Seen(*(single(figures, slice(i, i + 1)) for figures in (base, adapted))),
+                    Seen(_single(base, i), _single(adapted, i)),
                 )
                 for i, one in enumerate(records)
             )
@@ -120,3 +121,9 @@ class BesideBase:
     def _load(self, name: str) -> Weights | None:
         found = self.store.adapters.load_live(name, self.base_hash)
         return found[1] if found else None
+
+
+def _single(measured: Measured, index: int) -> Measured:
+    """The figures of one record."""
+    part = slice(index, index + 1)
+    return Measured(measured.counts[part], None, None if measured.chances is None else measured.chances[part])
