@@ -46,7 +46,7 @@ COLOURS = {
     LISTS: "#8fb339",
     SERVED: "#c2187a",
 }
-WIDE = (ONE_WIDE, WITHHELD_GATED, LISTS, SERVED)  # the default, and its rivals, with further updates
+AS_SERVED = (ONE_WIDE, WITHHELD_GATED, LISTS, SERVED)  # the default, and its rivals, with further updates
 Draw = Callable[[Any, Runs, str], None]
 
 

@@ -22,11 +22,11 @@ from evidence.figures import (
     rows_at,
     share,
 )
-from evidence.looks import COLOURS, NARROW, WIDE, line, panels
+from evidence.looks import AS_SERVED, COLOURS, NARROW, line, panels
 from evidence.streams import ONLY
 from moedraft.showcase.findings.picture import GREY
 
-SHOWN = (*MAIN[:-1], *WIDE, MAIN[-1])  # in this order
+SHOWN = (*MAIN[:-1], *AS_SERVED, MAIN[-1])  # in this order
 SILENT = ("one-by-one", "shift")  # in which domains stop coming
 DEPTH = 3  # tokens of a draft
 
@@ -92,7 +92,7 @@ def forgetting(axis: Any, runs: Runs, pattern: str) -> None:
 
 def _silent(runs: Runs, pattern: str) -> dict[str, Compared]:
     """By arrangement, the change while silent, where it was measured."""
-    names = [name for name in (*MAIN, NARROW, *WIDE) if name not in (STATIC, "offline")]
+    names = [name for name in (*MAIN, NARROW, *AS_SERVED) if name not in (STATIC, "offline")]
     found = {name: forgotten(runs.of(pattern, name)) for name in names}
     return {name: one for name, one in found.items() if one is not None}
 

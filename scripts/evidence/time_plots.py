@@ -21,7 +21,7 @@ from evidence.figures import (
     share,
     stream_gain,
 )
-from evidence.looks import COLOURS, LOOK, NARROW, WIDE, legend, line
+from evidence.looks import AS_SERVED, COLOURS, LOOK, NARROW, legend, line
 from evidence.streams import title_of
 from moedraft.showcase.findings.picture import GREY
 
@@ -112,7 +112,7 @@ def over_seconds(axis: Any, runs: Runs, pattern: str) -> None:
 
 def _gain_over(axis: Any, runs: Runs, pattern: str, spent: Spent) -> None:
     """Gain on static at each measurement; the mean of the seeds on both axes."""
-    for name in (*MAIN, NARROW, *WIDE):
+    for name in (*MAIN, NARROW, *AS_SERVED):
         seeds = runs.seeds(pattern, STATIC, name) if name != STATIC else []
         still, found = runs.of(pattern, STATIC, seeds), runs.of(pattern, name, seeds)
         xs, ys = [0.0], [0.0]

@@ -173,26 +173,27 @@ def method(
 COMMANDS = """## Run it again
 
 Answers of the target are kept in a folder (`--cache`), each run in a file of its own; a command that was
-stopped goes on where it was. The first two commands make what is missing in the results of
-[evidence-served](evidence-served.md), the third in those of [evidence-mini](evidence-mini.md); where a run
-would be made otherwise than those that are there, a message says what to change.
+stopped goes on where it was. These two commands make what is missing in the results of
+[evidence-served](evidence-served.md); where a run would be made otherwise than those that are there, a
+message says what to change.
 
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
         --doc docs/evidence-served.md --parts withheld --arrangements \\
         static,mixed-replay+gate:wide:withheld,lists+gate:wide,joint+gate:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
         --doc docs/evidence-served.md --parts served --arrangements static,offline,mixed-replay:wide
-    python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini \\
-        --doc docs/evidence-mini.md
 
 The runs of [evidence](evidence.md), [evidence-turns](evidence-turns.md) and
 [evidence-long](evidence-long.md) are of older forms of moedraft, from before drafters guessed the tokens of a
-request's own text, so the present code adds none to them; newer files name the commit of their code. What
+request's own text, and those of [evidence-mini](evidence-mini.md) learned at a rate of .001, where it is
+[.0003 now](experiments.md#joint-updates-of-an-independent-draft-model). So the present code adds none to
+them; newer files name the commit of their code. What
 they show is made in the present form in a folder of its own, and so is its page, `evidence.md` in that
 folder. The first of these commands takes a quarter of an hour, the others hours.{times}
 
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick  # the default and one adapter
     python scripts/evidence.py --data ../shared/data --out /tmp/evidence --parts main,gated,further,poison
+    python scripts/evidence.py --data ../shared/data --out /tmp/mini --target mini --parts main,gated,served
     python scripts/evidence.py --data ../shared/data --out /tmp/costs --parts lean,equal-cost,restart
     python scripts/evidence.py --data ../shared/data --out /tmp/long --parts main --patterns steady \\
         --requests 960 --measured 10 --seeds 2

@@ -479,3 +479,6 @@ def test_what_does_not_matter_to_a_run_is_not_compared() -> None:
     mini = {"updates": [1], "settings": {"target": "mini"}, "strength": 0.85}  # has no lists
     assert not [*comparable.differences(mini, independent)]
     assert not [*comparable.differences(mini | {"own_tokens": None}, independent)]
+    slower = independent._replace(rate=3e-4)
+    assert "at a rate of 0.001" in next(comparable.differences(mini, slower))
+    assert not [*comparable.differences(mini | {"learning_rate": 3e-4}, slower)]
