@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, AdapterVersion, MoedraftError, StorageError, UpdateRecord
 from moedraft.distill.entries import reset_entry, update_entry, withdrawal_entry
-from moedraft.distill.judging.beside_base import BesideBase
+from moedraft.distill.fresh.beside_base import BesideBase
+from moedraft.distill.fresh.second_look import SecondLook
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
-from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.watch import Watch, followers
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.pace.governor import news

@@ -14,8 +14,8 @@ from test_second_look import fresh
 from test_together import Records
 
 from moedraft.core import SHARED, Domain, ReplayRecord
+from moedraft.distill.fresh.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.judging.beside_base import MOST_COUNTED, BesideBase
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.options import Options
@@ -45,6 +45,17 @@ def learned(store: Store, *records: Sequence[ReplayRecord], **live: float) -> Be
         store.adapters.publish(candidate(name, value))
     looked.published(store.replay.last_id())
     return looked
+
+
+def note_kept(looked: BesideBase, records: list[ReplayRecord], value: float) -> None:
+    """As after a second look at candidates that add so much to the base."""
+    measure = Figures(by_tensors)
+    base = measure({SHARED: None, "code": None}, "code", records, lambda: None)
+    looked.note_kept(
+        "code",
+        records,
+        Seen(base, measure({SHARED: candidate(SHARED, value)}, "code", records, lambda: None)),
+    )
 
 
 def gains(looked: BesideBase) -> dict[str, tuple[int, float]]:
@@ -158,6 +169,58 @@ def test_one_client_does_not_decide_who_stands_below_the_base(store: Store) -> N
     assert gains(looked) == {"code": (8, -0.2)}
 
 
+def test_kept_candidates_count_where_live_adapters_were_not_measured(store: Store) -> None:
+    looked = learned(store, fresh(5), code=-0.2)
+    store.replay.add(fresh(3, first=200_000))
+    looked.gather()
+    both = store.replay.records("code", limit=3)
+    none = [replace(one, id=one.id + 100) for one in both[:2]]
+    note_kept(looked, [*none, *both], 0.3)
+    assert gains(looked) == {"code": (3, -0.2)}, "what serves did nothing of it"
+    shown = looked.seen("code", with_kept=True)
+    assert shown is not None
+    assert shown.before.records == 5
+    assert more(shown) == pytest.approx((2 * 0.3 - 3 * 0.2) / 5, abs=0.01)
+
+
+def test_the_newest_of_both_count_and_one_client_gives_no_more_than_all_others(store: Store) -> None:
+    looked = learned(store, fresh(5), code=-0.2)
+    store.replay.add(fresh(MOST_COUNTED, first=200_000))
+    looked.gather()
+    live = store.replay.records("code", limit=1)[0]
+    later = [replace(live, id=live.id + 1 + n, source="others") for n in range(3)]
+    note_kept(looked, later, 0.3)
+    shown = looked.seen("code", with_kept=True)
+    assert shown is not None
+    assert shown.before.records == MOST_COUNTED
+    assert more(shown) == pytest.approx((3 * 0.3 - (MOST_COUNTED - 3) * 0.2) / MOST_COUNTED, abs=0.01)
+    looked.forget()
+    note_kept(looked, [replace(live, id=live.id + 50 + n, source="flood") for n in range(MOST_COUNTED)], 0.3)
+    note_kept(looked, [replace(one, id=one.id + 200) for one in later], -0.2)
+    shown = looked.seen("code", with_kept=True)
+    assert shown is not None
+    assert shown.before.records == 6
+    assert more(shown) == pytest.approx(0.05, abs=0.01)
+
+
+def test_kept_candidates_of_versions_that_were_taken_back_count_no_more(store: Store) -> None:
+    looked = learned(store, fresh(5), code=0.1)
+    one = record(900_000)
+    note_kept(looked, [replace(one, id=100)], 0.2)
+    store.adapters.publish(candidate("code", -0.3, parent=1))
+    note_kept(looked, [replace(one, id=101), replace(one, id=102)], -0.2)
+    changes.rollback(store, "code")
+    looked.gather()
+    shown = looked.seen("code", with_kept=True)
+    assert shown is not None
+    assert (shown.before.records, round(more(shown), 2)) == (1, 0.2)
+    looked.forget_kept()
+    assert looked.seen("code", with_kept=True) is None
+    note_kept(looked, [replace(one, id=103)], 0.2)
+    looked.forget()
+    assert looked.seen("code", with_kept=True) is None
+
+
 def test_before_anything_was_published_nothing_is_measured(store: Store) -> None:
     figures = Figures(by_tensors)
     looked = BesideBase(figures, store)
@@ -206,11 +269,73 @@ def test_a_domain_that_adapters_harm_is_left_to_the_base_by_what_was_seen_of_the
     assert left_to_base(-0.1, 10)["known"] <= 0.05, "one that gains a little is left its adapters"
 
 
+def left_with(kept: tuple[float, int] | None, *, aside: bool = False, gain: float = 0.1) -> float:
+    """How often the base serves a domain with two held-out records on which candidates gain by chance."""
+    rng, found = np.random.default_rng(5), list[bool]()
+    for _ in range(60):
+        one = of_domain(rng, gain, 2, 0)
+        seen = shown(rng, *kept) if kept else None
+        serves = one.static if aside and one.static else one.before
+        base = one.static if kept else None
+        known = replace(one, before=serves, base=base, shown=seen, aside=aside)
+        verdicts = decide_together(home(rng, 0.0, 0) | {"known": known}, {}, SHARED)
+        if verdicts[SHARED].is_published:
+            found.append(bool(verdicts["known"].unadapted))
+    assert len(found) > 15
+    return sum(found) / len(found)
+
+
+def shown(rng: np.random.Generator, gain: float, count: int) -> Seen:
+    others = Records(rng, count)
+    return Seen(others.draft(0.0), others.draft(gain))
+
+
+def harmed(rng: np.random.Generator) -> dict[str, Options]:
+    """Domains that an update would harm, so that it is not published."""
+    found = {f"d{n}": of_domain(rng, -0.3, 5, 0) for n in range(4)}
+    return {name: replace(one, before=one.static or one.before) for name, one in found.items()}
+
+
+def test_what_kept_candidates_did_says_what_the_next_would_do() -> None:
+    assert left_with(None) == 0
+    assert left_with((-0.2, 12)) >= 0.7
+    assert left_with((0.2, 12)) <= 0.05
+
+
+def test_a_domain_that_the_base_serves_gets_adapters_where_they_are_likely_better() -> None:
+    """Whoever serves goes on, where lucky held-out records stand against new ones."""
+    waits, goes = (left_with((-0.15, 8), aside=aside) for aside in (True, False))
+    assert waits >= goes + 0.2
+    assert left_with((0.2, 5), aside=True, gain=0.15) <= 0.1, "one that gains does not wait"
+
+
+def test_what_kept_candidates_did_says_nothing_of_what_serves() -> None:
+    """Adapters that serve well are not taken away where nothing is published, and do not come back by it."""
+    rng = np.random.default_rng(1)
+
+    def unadapted(one: Options) -> bool | None:
+        verdicts = decide_together(harmed(rng) | {"known": one}, {}, SHARED)
+        assert not verdicts[SHARED].is_published
+        return verdicts["known"].unadapted
+
+    well, badly, none = (of_domain(rng, gain, held, 0) for gain, held in ((0.3, 5), (-0.3, 5), (-0.3, 0)))
+    assert not unadapted(replace(well, shown=shown(rng, -0.3, 14), base=well.static))
+    back = replace(badly, before=badly.static or badly.before, base=badly.static, aside=True)
+    assert unadapted(replace(back, shown=shown(rng, 0.3, 14))) is None
+    assert unadapted(replace(back, stood=shown(rng, 0.3, 14))) is False
+    few = replace(none, shown=shown(rng, -0.3, 14), base=none.static)
+    assert not unadapted(replace(few, stood=shown(rng, -0.3, 2))), "two records of what serves are too few"
+    assert unadapted(replace(few, stood=shown(rng, -0.3, 8)))
+
+
 def test_what_was_seen_counts_beside_held_out_records() -> None:
     rng = np.random.default_rng(0)
     one = of_domain(rng, -0.2, 4, 8)
     base, after = one.beside_static(one.old)
     assert base.records == after.records == 12
+    base, after = replace(one, shown=shown(rng, 0.1, 11)).beside_static(one.old)
+    assert base.records == after.records == 15
+    assert replace(one, shown=shown(rng, 0.1, 11)).now()[0].records == 12
     plain = replace(one, stood=None)
     assert plain.beside_static(one.old) == (one.static, one.old)
 

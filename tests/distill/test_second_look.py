@@ -15,9 +15,10 @@ from test_judge import Figures, Together, by_tensors, loop_of
 from test_together import TOKENS, counts_of
 
 from moedraft.core import SHARED, Domain, StorageError
-from moedraft.distill.judging.fresh import MOST
+from moedraft.distill.fresh.beside_base import BesideBase
+from moedraft.distill.fresh.new_records import MOST
+from moedraft.distill.fresh.second_look import SecondLook
 from moedraft.distill.judging.gate import DOUBTFUL, Seen, Verdict, compare, decide, decide_again
-from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.measuring.figures import Measured, joined
 from moedraft.storage import changes
 from moedraft.storage.retention.holding import is_held_out
@@ -190,9 +191,9 @@ def store(store: Store) -> Store:
     return store
 
 
-def kept(look: SecondLook, *names: str, value: float = 0.1) -> None:
+def kept(look: SecondLook, *names: str, value: float = 0.1, better: float = 0.5) -> None:
     made = [candidate(name, value) for name in names]
-    verdicts = {name: Verdict("keep") for name in names}
+    verdicts = {name: Verdict("keep", better=better) for name in names}
     look.settled(made, verdicts, look.store.replay.last_id())
 
 
@@ -220,6 +221,60 @@ def test_new_records_are_measured_once_before_they_are_trained_on(store: Store) 
     store.replay.add(fresh(2, first=600_000))
     look.gather()
     assert seen_records(look, SHARED) == {"code": 8, "prose": 2}
+
+
+def beside(look: SecondLook) -> dict[str, tuple[int, float]]:
+    """By domain: records, and the gain of kept candidates over the base alone."""
+    assert look.beside is not None
+    seen = {name: look.beside.seen(name, with_kept=True) for name in ("code", "prose")}
+    return {
+        n: (one.before.records, round(compare(one.before, one.after).gain, 2))
+        for n, one in seen.items()
+        if one
+    }
+
+
+def test_kept_candidates_are_measured_beside_the_base(store: Store) -> None:
+    store.adapters.publish(candidate(SHARED, 0.05))
+    store.registry.set_unadapted({"prose"})  # there the base is what serves
+    figures = Figures(by_tensors)
+    look = SecondLook(figures, store, BesideBase(figures, store))
+    store.replay.add([*fresh(5), *fresh(5, "prose", 400_000)])
+    kept(look, SHARED, "code", "prose")
+    store.replay.add([*fresh(4, first=200_000), *fresh(3, "prose", 500_000)])
+    look.gather()
+    assert beside(look) == {}, "a candidate of an older version than the one that serves"
+    look.settled(
+        [candidate(name, 0.1, parent=int(name == SHARED)) for name in (SHARED, "code", "prose")],
+        dict.fromkeys((SHARED, "code", "prose"), Verdict("keep")),
+        store.replay.last_id(),
+    )
+    store.replay.add([*fresh(4, first=600_000), *fresh(3, "prose", 700_000)])
+    before = len(figures.asked)
+    look.gather()
+    assert beside(look) == {"code": (4, 0.2), "prose": (3, 0.2)}
+    assert len(figures.asked) == before + 3 + 2, "where the base serves it is measured once"
+
+
+@pytest.mark.parametrize("end", ["promote", "discard", "harm", "pinned", "failed"])
+def test_what_was_seen_beside_the_base_outlives_a_publication_and_nothing_else(
+    store: Store, end: str
+) -> None:
+    look = SecondLook(Figures(by_tensors), store, BesideBase(Figures(by_tensors), store))
+    store.replay.add(fresh(5))
+    kept(look, SHARED, "code")
+    store.replay.add(fresh(4, first=200_000))
+    look.gather()
+    assert beside(look) == {"code": (4, 0.2)}
+    made = [candidate(SHARED, 0.1)]
+    if end == "failed":
+        look.forget()
+    elif end == "harm":
+        kept(look, SHARED, "code", better=0.05)
+    else:
+        verdicts = {} if end == "pinned" else {SHARED: Verdict(end)}  # type: ignore[arg-type]
+        look.settled(made, verdicts, store.replay.last_id())
+    assert beside(look) == ({"code": (4, 0.2)} if end == "promote" else {})
 
 
 def test_a_domain_that_the_line_has_not_learned_says_nothing_of_it(store: Store) -> None:

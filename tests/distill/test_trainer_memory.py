@@ -21,9 +21,9 @@ from test_joint import PLAN, Home, a_student
 from moedraft.core import SHARED, StorageError
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.record_states import RecordStates
+from moedraft.distill.fresh.beside_base import BesideBase
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
-from moedraft.distill.judging.beside_base import BesideBase
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.measuring.measures import JointMeasure

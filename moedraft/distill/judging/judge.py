@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.fresh.beside_base import BesideBase
+from moedraft.distill.fresh.second_look import SecondLook
 from moedraft.distill.judging.alone import decide_alone
-from moedraft.distill.judging.beside_base import BesideBase
 from moedraft.distill.judging.gate import Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
-from moedraft.distill.judging.options import Options
-from moedraft.distill.judging.second_look import SecondLook
+from moedraft.distill.judging.options import ENOUGH, Options
 from moedraft.distill.judging.together import decide_together, in_doubt
 from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -32,7 +32,6 @@ from moedraft.storage.versions.candidate import Candidate, Weights
 OnBatch = Callable[[], None]
 TAUGHT = 4  # records from which on a domain gets adapters
 OF_LATE = 48  # newest records, whose domains are those of the traffic now
-ENOUGH = 3  # records of a domain that may be left to the base alone
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Judge:
         """base_serves: whether rows of single domains can be drafted for by the base alone."""
         self.measure, self.store = Remembered(measure), store
         self.held_out = HeldOut(store.replay)
-        self.second_look = SecondLook(measure, store)
         self.beside_base = BesideBase(measure, store) if base_serves else None
+        self.second_look = SecondLook(measure, store, self.beside_base)
         self.kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
         self.base_serves = base_serves
@@ -140,16 +139,15 @@ class Judge:
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
-            stood = self.beside_base.seen(name, static.counts.shape[1]) if self.beside_base else None
-            base = static if self._may_stand_aside(case, stood) else None
+            stood, shown = self._on_new_records(name, static)
+            base = static if self._may_stand_aside(case, shown) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            share = traffic[name]
-            options[name] = Options(
-                before, new, old, None, static, share, base, seen.get(name), stood, name in unadapted
-            )
+            share, before_these = traffic[name], (seen.get(name), stood, shown)
+            aside = name in unadapted
+            options[name] = Options(before, new, old, None, static, share, base, *before_these, aside)
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})
@@ -172,13 +170,20 @@ class Judge:
         own = live is not None and live.base_hash == made.base_hash
         return own and name != SHARED and not is_pinned(self.store.registry, name)
 
-    def _may_stand_aside(self, case: Case, stood: Seen | None) -> bool:
+    def _on_new_records(self, domain: str, static: Measured) -> tuple[Seen | None, Seen | None]:
+        """The base beside live adapters; and beside kept candidates too, in drafts as long as `static`'s."""
+        if self.beside_base is None:
+            return None, None
+        depth = static.counts.shape[1]
+        return self.beside_base.seen(domain, depth), self.beside_base.seen(domain, depth, with_kept=True)
+
+    def _may_stand_aside(self, case: Case, shown: Seen | None) -> bool:
         """Whether the base alone may serve: enough records, and no version that a person pinned or chose."""
         registry = self.store.registry
         free = case.domain != SHARED and not is_pinned(registry, case.domain)
         live = {name: registry.live(name) for name in (case.domain, SHARED)}
         chosen = any(registry.is_chosen(name, one.version if one else 0) for name, one in live.items())
-        records = len(case.records) + (stood.before.records if stood else 0)
+        records = len(case.records) + (shown.before.records if shown else 0)
         return self.base_serves and free and not chosen and records >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:

@@ -9,9 +9,11 @@ from moedraft.distill.judging.gate import SURE, Seen
 from moedraft.distill.judging.shrinkage import GainEstimate
 from moedraft.distill.measuring.figures import Measured, joined
 
+ENOUGH = 3  # records of a domain that may be left to the base alone
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to the draft base alone …
 LIKELY_HARM = 0.75  # … or, where no update is published, from which it is left to the base …
+LEFT_IN_DOUBT = 0.25  # … or, where the base alone serves it already, from which it goes on doing so …
 SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
 
 # The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
@@ -31,7 +33,8 @@ class Options:
     share: float = 1.0  # of the traffic, in any unit
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
     seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
-    stood: Seen | None = None  # the draft base alone, and adapters that were live before, on other records
+    stood: Seen | None = None  # the draft base alone, and adapters that were live, on other records
+    shown: Seen | None = None  # `stood`, and kept candidates where live ones were not measured; None: `stood`
     aside: bool = False  # whether the base alone serves now, so that `before` is `static`
 
     def kinds(self) -> list[Kind]:
@@ -44,10 +47,17 @@ class Options:
 
     def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
         """The draft base alone, and adapters that do as `after` says, with what earlier ones have shown."""
-        static = self.static or self.before
-        if self.stood is None:
-            return static, after
-        return joined([static, self.stood.before]), joined([after, self.stood.after])
+        return _with(self.static or self.before, after, self.shown or self.stood)
+
+    def now(self) -> tuple[Measured, Measured]:
+        """The draft base alone, and the live adapters, whether these serve or not.
+
+        What candidates did that never served says nothing of these.
+        """
+        if not self.aside:
+            return _with(self.static or self.before, self.before, self.stood)
+        seen = self.stood or Seen(self.before, self.before)
+        return seen.before, seen.after
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,8 @@ class Prospect:
 
     gain: GainEstimate  # over what serves now
     static: GainEstimate | None  # over the draft base alone, by held-out records
-    beside: GainEstimate | None  # the same, by what adapters that served before have shown as well
+    beside: GainEstimate | None  # the same, by what earlier adapters have shown on new records as well
+    aside: bool = False  # whether the base alone serves now
 
     @property
     def harms(self) -> bool:
@@ -72,7 +83,9 @@ class Prospect:
 
     @property
     def yields_to_base(self) -> bool:
-        """Whether the base alone should draft instead."""
+        """Whether the base alone should draft instead, or go on drafting."""
+        if self.aside:
+            return self.beside is not None and self.beside.worse > LEFT_IN_DOUBT
         return is_below(self.beside, HARMFUL)
 
 
@@ -81,6 +94,12 @@ class Choice:
     kind: Kind
     counted: Kind  # the kind it counts as where the whole is judged
     stops: bool  # the domain is worse off whatever it gets, so nobody gets the update
+
+
+def _with(static: Measured, after: Measured, seen: Seen | None) -> tuple[Measured, Measured]:
+    if seen is None:
+        return static, after
+    return joined([static, seen.before]), joined([after, seen.after])
 
 
 def is_below(static: GainEstimate | None, sure: float = SURE) -> bool:

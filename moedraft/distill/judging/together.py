@@ -11,10 +11,12 @@ Losses too small to be seen in one update add up over many. So each domain is al
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from
 it where it is better off without one. If every adapter that a published update could give a domain is
 probably worse than the base, the base alone drafts for that domain, where the drafter can do so; the next
-published update decides anew. For this question alone, what the adapters that served did on new records
-counts too (`beside_base`); where nothing is published, a domain goes to the base if it likely stands below
-it, and gets its adapters back if by these records they probably do not. "Probably" is likelier than not,
-less than a publication asks for: with the base alone no domain stands below it.
+published update decides anew. For this question alone, what adapters did on new records counts too: those
+that served and, on records on which these were not measured, candidates that were kept (`fresh/`). A domain
+that the base serves already gets adapters with a publication only where they are likely better, by three
+quarters. Where nothing is published, a domain goes to the base if what serves likely stands below it, and
+gets its adapters back if by the new records these probably do not. "Probably" is likelier than not, less
+than a publication asks for: with the base alone no domain stands below it.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 10 % of updates pass, with a loss of .03 tokens per step
@@ -43,6 +45,7 @@ from moedraft.distill.judging.gate import (
     patient,
 )
 from moedraft.distill.judging.options import (
+    ENOUGH,
     HARMFUL,
     KINDS,
     LIKELY_HARM,
@@ -76,7 +79,8 @@ def decide_together(
     verdicts = {shared: whole}
     for name, options in domains.items():
         choice, goes = choices[name], whole.decision == "promote"
-        below = options.base is not None and is_below(standing[name], LIKELY_HARM)
+        known = options.base is not None and options.now()[0].records >= ENOUGH
+        below = known and is_below(standing[name], LIKELY_HARM)
         aside = choice.kind == "base" if goes else below
         seen = options.aside and options.stood is not None
         back = not goes and seen and not is_below(standing[name], HARMFUL)
@@ -84,7 +88,7 @@ def decide_together(
             before = kept.get(name, 0)
             found = bounded(_of_expert(options, choice, prospects[name], whole), before)
             if aside and not goes:
-                why = f"{BELOW}, which serves it from now on: {_told(standing[name], _now(options)[0])}."
+                why = f"{BELOW}, which serves it from now on: {_told(standing[name], options.now()[0])}."
                 found = replace(found, reason=found.reason or why)
             if whole.decision != "discard":  # else the expert's weights go with those of the shared adapter
                 found = patient(found, before)
@@ -161,27 +165,18 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
         gains = estimates([options.before for options in domains.values()], afters)
         statics = _compared([(one.static or one.before, after) for one, after in _pairs(domains, afters)])
         besides = statics
-        if kind != "base" and any(one.stood for one in domains.values()):
+        if kind != "base" and any(one.shown or one.stood for one in domains.values()):
             besides = _compared([one.beside_static(after) for one, after in _pairs(domains, afters)])
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
-                known = options.static is not None
-                over = (statics[number], besides[number]) if known else (None, None)
-                found[name][kind] = Prospect(gains[number], *over)
+                over = (statics[number], besides[number]) if options.static is not None else (None, None)
+                found[name][kind] = Prospect(gains[number], *over, aside=options.aside)
     return found
 
 
 def _standing(domains: Mapping[str, Options]) -> dict[str, GainEstimate]:
     """By domain, the gain over the draft base alone of what serves now, or of adapters that could again."""
-    return dict(zip(domains, _compared([_now(one) for one in domains.values()]), strict=True))
-
-
-def _now(options: Options) -> tuple[Measured, Measured]:
-    """The draft base alone, and the live adapters, whether these serve or not."""
-    if not options.aside:
-        return options.beside_static(options.before)
-    seen = options.stood or Seen(options.before, options.before)
-    return seen.before, seen.after
+    return dict(zip(domains, _compared([one.now() for one in domains.values()]), strict=True))
 
 
 def _pairs(domains: Mapping[str, Options], afters: Sequence[Measured]) -> list[tuple[Options, Measured]]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from moedraft.distill.judging.beside_base import SeenRecord
+from moedraft.distill.fresh.beside_base import SeenRecord
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.measuring.figures import Measured

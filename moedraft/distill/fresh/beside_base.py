@@ -4,7 +4,9 @@ About one record in eight is held out. Of a domain of few requests these few lea
 adapters guess it better than the draft base, which may have been trained on such texts. But until the next
 update all new records are new to the version that serves, so what the base alone and that version guess can
 be compared on each of them. Versions change little from one to the next, so the gate counts this beside what
-a candidate does on held-out records (docs/experiments.md, "A domain that the drafter knows").
+a candidate does on held-out records (docs/experiments.md, "A domain that the drafter knows"). Candidates that
+the gate kept are measured on these records as well (`second_look`). What they did is noted here apart from
+what served did: it says what the next candidate would do, and nothing of what serves.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moedraft.core import SHARED
-from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.fresh.new_records import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import Seen
 from moedraft.distill.judging.held_out import LEAST_JUDGED
 from moedraft.distill.measuring.figures import FEW, Measured, joined
@@ -29,10 +31,10 @@ Versions = tuple[int, int]  # of the shared adapter and of the domain's own; 0: 
 
 @dataclass(frozen=True)
 class SeenRecord:
-    """One record, measured under the base alone and under the adapters that were live."""
+    """One record, measured under the base alone and under adapters."""
 
     record: Held
-    versions: Versions
+    versions: Versions  # that were live then
     figures: Seen
 
     @property
@@ -47,7 +49,8 @@ class BesideBase:
     def __init__(self, measure: Measure, store: Store) -> None:
         self.measure, self.store = measure, store
         self.base_hash = ""  # of the draft base that is trained on; nothing is measured before it is known
-        self.rows: dict[str, list[SeenRecord]] = {}  # by domain, oldest first
+        self.rows: dict[str, list[SeenRecord]] = {}  # of the live adapters, by domain, oldest first
+        self.kept: dict[str, list[SeenRecord]] = {}  # of kept candidates; a restart forgets them
         self.learned: set[str] = set()  # the domains that the live version has learned
         self.last_id = 0  # the newest record that the live version may have been trained on, or was measured
 
@@ -57,7 +60,7 @@ class BesideBase:
         Whoever serves a domain now, its adapters are measured, so that it can get them back.
         """
         before, self.last_id = self.last_id, self.store.replay.last_id()
-        live = {one.domain: one.version for one in self.store.registry.versions() if one.state == "live"}
+        live = self._live_versions()
         self._drop_withdrawn(live)
         learned = self.learned | set(live) - {SHARED}
         if not self.base_hash or SHARED not in live or before == self.last_id:
@@ -69,27 +72,27 @@ class BesideBase:
             serving = {SHARED: shared, domain: self._load(domain)}
             base = self.measure(dict.fromkeys(serving), domain, records, on_batch)
             adapted = self.measure(serving, domain, records, on_batch)
-            versions = live[SHARED], live.get(domain, 0)
-            self.rows.setdefault(domain, []).extend(
-                SeenRecord(
-                    Held(one.id, one.source, one.pinned),
-                    versions,
-                    Seen(_single(base, i), _single(adapted, i)),
-                )
-                for i, one in enumerate(records)
-            )
-            del self.rows[domain][: -2 * MOST_COUNTED]
+            _note(self.rows, domain, records, live, Seen(base, adapted))
 
-    def seen(self, domain: str, depth: int | None = None) -> Seen | None:
+    def note_kept(self, domain: str, records: list[ReplayRecord], seen: Seen) -> None:
+        """Note what candidates that the gate kept did on new records of a domain, beside the base alone."""
+        _note(self.kept, domain, records, self._live_versions(), seen)
+
+    def forget_kept(self) -> None:
+        """Forget what kept candidates did, since nothing goes on from them."""
+        self.kept.clear()
+
+    def seen(self, domain: str, depth: int | None = None, *, with_kept: bool = False) -> Seen | None:
         """The base alone and the adapters on the domain's newest records; None where none were measured.
 
         One client gives no more of them than all others together. depth: only those that were measured with
-        drafts of this length, which may have been another before a restart; None: all.
+        drafts of this length, which may have been another before a restart; None: all. with_kept: of records
+        on which live adapters were not measured, what kept candidates did there counts.
         """
-        found = [row for row in self.rows.get(domain, ()) if depth in (None, row.depth)]
-        rows = {row.record.id: row.figures for row in found}
-        held = [row.record for row in reversed(found)]
-        chosen = [rows[number] for number in of_many(held, MOST_COUNTED, LEAST_JUDGED)]
+        seen = [*(self.kept.get(domain, ()) if with_kept else ()), *self.rows.get(domain, ())]
+        rows = {row.record.id: row for row in seen if depth in (None, row.depth)}
+        held = [rows[number].record for number in sorted(rows, reverse=True)]
+        chosen = [rows[number].figures for number in of_many(held, MOST_COUNTED, LEAST_JUDGED)]
         if not chosen:
             return None
         return Seen(joined([one.before for one in chosen]), joined([one.after for one in chosen]))
@@ -110,17 +113,37 @@ class BesideBase:
     def forget(self) -> None:
         """Forget all figures, since records were purged."""
         self.rows.clear()
+        self.kept.clear()
         self.learned.clear()
 
     def _drop_withdrawn(self, live: dict[str, int]) -> None:
-        """Drop what was seen of versions that were taken back."""
-        for domain, rows in self.rows.items():
+        """Drop what was seen of versions that were taken back, and of candidates trained on from them."""
+        for domain, rows in [*self.rows.items(), *self.kept.items()]:
             now = live.get(SHARED, 0), live.get(domain, 0)
             rows[:] = [row for row in rows if row.versions[0] <= now[0] and row.versions[1] <= now[1]]
+
+    def _live_versions(self) -> dict[str, int]:
+        return {one.domain: one.version for one in self.store.registry.versions() if one.state == "live"}
 
     def _load(self, name: str) -> Weights | None:
         found = self.store.adapters.load_live(name, self.base_hash)
         return found[1] if found else None
+
+
+def _note(
+    rows: dict[str, list[SeenRecord]],
+    domain: str,
+    records: list[ReplayRecord],
+    live: dict[str, int],
+    seen: Seen,
+) -> None:
+    """Add what was `seen` of each record, as far as the newest of a domain go."""
+    versions = live.get(SHARED, 0), live.get(domain, 0)
+    found = rows.setdefault(domain, [])
+    for i, one in enumerate(records):
+        figures = Seen(_single(seen.before, i), _single(seen.after, i))
+        found.append(SeenRecord(Held(one.id, one.source, one.pinned), versions, figures))
+    del found[: -2 * MOST_COUNTED]
 
 
 def _single(measured: Measured, index: int) -> Measured:

@@ -6,6 +6,9 @@ on them, all new records are new to a candidate that was kept, so what serves an
 measured on each of them, in domains that it has learned. What is seen adds up over the line: the candidate,
 and those trained on from it, until one is published, thrown away, or does harm (`gate.decide_again`).
 
+Where the draft base alone may serve a domain, it is measured on these records as well: what candidates do
+beside it says before any is published whether the domain is better left to it (`beside_base`).
+
 Simulated with sixteen records an update, two of them held out (tests/distill/test_second_look.py): without a
 gain fewer lines are published than by one look at each candidate, and small gains are published sooner.
 """
@@ -16,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.fresh import REMEMBERED, fresh_records, prompt_of
+from moedraft.distill.fresh.beside_base import BesideBase
+from moedraft.distill.fresh.new_records import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import SURE, Seen, Verdict
 from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
@@ -44,8 +48,9 @@ class Line:
 class SecondLook:
     """The lines of one home. It reads storage and writes nothing; a restart forgets the lines."""
 
-    def __init__(self, measure: Measure, store: Store) -> None:
-        self.measure, self.store = measure, store
+    def __init__(self, measure: Measure, store: Store, beside: BesideBase | None = None) -> None:
+        """beside: where it is noted what candidates do beside the draft base; None: it serves no domain."""
+        self.measure, self.store, self.beside = measure, store, beside
         self._lines: dict[str, Line] = {}  # by the adapter that the update was of
 
     def settled(self, candidates: Sequence[Candidate], verdicts: Mapping[str, Verdict], last_id: int) -> None:
@@ -54,6 +59,8 @@ class SecondLook:
         name = SHARED if SHARED in made else candidates[0].expert
         if name not in verdicts or verdicts[name].decision != "keep":
             self._lines.pop(name, None)
+            if name not in verdicts or not verdicts[name].is_published:
+                self._forget_beside()
             return
         shared = self._version(SHARED, made[name])
         line = self._lines.get(name)
@@ -62,6 +69,7 @@ class SecondLook:
         line.made, line.last_id = made, last_id
         if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
             line.seen.clear()
+            self._forget_beside()
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {prompt_of(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
@@ -81,11 +89,21 @@ class SecondLook:
                 before, after = self._pair(line.made, domain)
                 found = [self.measure(serving, domain, records, on_batch) for serving in (before, after)]
                 line.seen[domain] = _added(line.seen.get(domain), found[0], found[1])
+                if self.beside is not None:
+                    nothing = dict.fromkeys(before)
+                    serves = any(one is not None for one in before.values())
+                    base = self.measure(nothing, domain, records, on_batch) if serves else found[0]
+                    self.beside.note_kept(domain, records, Seen(base, found[1]))
             line.last_id = last_id
 
     def forget(self) -> None:
         """Drop all lines: a trainer that has failed goes on from what serves, and lines remember prompts."""
         self._lines.clear()
+        self._forget_beside()
+
+    def _forget_beside(self) -> None:
+        if self.beside is not None:
+            self.beside.forget_kept()
 
     def seen(self, candidate: Candidate) -> dict[str, Seen]:
         """By domain, what the line shows that `candidate` goes on from; empty where there is none."""
