@@ -49,13 +49,11 @@ def learned(store: Store, *records: Sequence[ReplayRecord], **live: float) -> Be
 
 def note_kept(looked: BesideBase, records: list[ReplayRecord], value: float) -> None:
     """As after a second look at candidates that add so much to the base."""
-    measure = Figures(by_tensors)
-    base = measure({SHARED: None, "code": None}, "code", records, lambda: None)
-    looked.note_kept(
-        "code",
-        records,
-        Seen(base, measure({SHARED: candidate(SHARED, value)}, "code", records, lambda: None)),
+    base, adapted = (
+        Figures(by_tensors)({SHARED: weights}, "code", records, lambda: None)
+        for weights in (None, candidate(SHARED, value))
     )
+    looked.note_kept("code", records, Seen(base, adapted))
 
 
 def gains(looked: BesideBase) -> dict[str, tuple[int, float]]:
