@@ -170,7 +170,7 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
                 over = (statics[number], besides[number]) if options.static is not None else (None, None)
-                found[name][kind] = Prospect(gains[number], *over, aside=options.aside)
+                found[name][kind] = Prospect(gains[number], over[0], over[1], options.aside)
     return found
 
 
