@@ -34,7 +34,7 @@ ROOMS = {
     "distill/text": (7, 600),
     "distill/single": (3, 460),
     "distill/judging": (10, 1260),
-    "distill/fresh": (4, 365),
+    "distill/fresh": (4, 405),
     "distill/measuring": (4, 290),
     "distill/memory": (4, 450),
     "distill/pace": (5, 320),

@@ -245,7 +245,6 @@ class DistillLoop:
                 raise
             return {}
         updates: dict[str, Update] = {}
-        names = [one.expert for one in candidates]
         for candidate in candidates:
             name, version = candidate.expert, versions.get(candidate.expert)
             if version is not None:
@@ -254,15 +253,16 @@ class DistillLoop:
             entry = update_entry(self.store.registry, candidate, version, verdict, seconds)
             self._write_down(entry, last_id)
             self._remember_gain(name, updates[name].gain if version else 0.0)
-        for name in [name for name in verdicts if name not in names]:
-            entry = reset_entry(self.store.registry, name, candidates[0], verdicts[name])
-            self._write_down(entry, last_id)
+        for name in [name for name in verdicts if all(name != one.expert for one in candidates)]:
+            self._write_down(reset_entry(self.store.registry, name, candidates[0], verdicts[name]), last_id)
         return updates
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
         """Forget the candidates of an update that came to nothing; its records are new still."""
         for one in candidates:
             self.trainer.forget(one.expert)
+        if self.second_look is not None:
+            self.second_look.forget()
         return {}
 
     def _is_overtaken(self, judged: Iterable[str]) -> bool:

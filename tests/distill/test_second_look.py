@@ -15,13 +15,14 @@ from test_judge import Figures, Together, by_tensors, loop_of
 from test_together import TOKENS, counts_of
 
 from moedraft.core import SHARED, Domain, StorageError
-from moedraft.distill.fresh.beside_base import BesideBase
+from moedraft.distill.fresh.beside_base import BesideBase, SeenRecord, some_of
 from moedraft.distill.fresh.new_records import MOST
 from moedraft.distill.fresh.second_look import SecondLook
 from moedraft.distill.judging.gate import DOUBTFUL, Seen, Verdict, compare, decide, decide_again
 from moedraft.distill.measuring.figures import Measured, joined
 from moedraft.storage import changes
 from moedraft.storage.retention.holding import is_held_out
+from moedraft.storage.retention.shares import Held
 from moedraft.storage.store import TARGET_ID, Store
 
 Pair = tuple[Measured, Measured]
@@ -277,6 +278,43 @@ def test_what_was_seen_beside_the_base_outlives_a_publication_and_nothing_else(
     assert beside(look) == ({"code": (4, 0.2)} if end == "promote" else {})
 
 
+def test_where_live_adapters_were_measured_candidates_are_not_measured_again_beside_the_base(
+    store: Store,
+) -> None:
+    figures = Figures(by_tensors)
+    look = SecondLook(figures, store, BesideBase(figures, store))
+    assert look.beside is not None
+    store.replay.add(fresh(5))
+    kept(look, SHARED, "code")
+    store.replay.add(fresh(4, first=200_000))
+    seen = store.replay.records("code", limit=3)
+    figure = figures({SHARED: candidate(SHARED, -0.3)}, "code", seen, lambda: None)
+    base = figures({SHARED: None}, "code", seen, lambda: None)
+    for i, one in enumerate(seen):
+        row = SeenRecord(Held(one.id, "", False), (0, 0), Seen(some_of(base, [i]), some_of(figure, [i])))
+        look.beside.rows.setdefault("code", []).append(row)
+    look.gather()
+    assert [row.record.id for row in look.beside.of_kept["code"]] == [seen[-1].id - 1]
+    assert beside(look)["code"][0] == 4
+
+
+def test_what_an_expert_did_that_is_thrown_away_does_not_count(store: Store) -> None:
+    """The shared adapter's line goes on; the next expert is trained on from another."""
+    look = SecondLook(Figures(by_tensors), store, BesideBase(Figures(by_tensors), store))
+    store.replay.add([*fresh(5), *fresh(5, "prose", 400_000)])
+    kept(look, SHARED, "code", "prose")
+    store.replay.add([*fresh(4, first=200_000), *fresh(3, "prose", 500_000)])
+    look.gather()
+    assert beside(look) == {"code": (4, 0.2), "prose": (3, 0.2)}
+    made = [candidate(name, 0.1) for name in (SHARED, "code", "prose")]
+    verdicts = {SHARED: Verdict("keep"), "code": Verdict("discard"), "prose": Verdict("keep")}
+    look.settled(made, verdicts, store.replay.last_id())
+    assert beside(look) == {"prose": (3, 0.2)}
+    store.replay.add([*fresh(2, first=600_000), *fresh(2, "prose", 700_000)])
+    look.gather()
+    assert beside(look) == {"code": (2, 0.1), "prose": (5, 0.2)}, "of code the shared adapter's alone"
+
+
 def test_a_domain_that_the_line_has_not_learned_says_nothing_of_it(store: Store) -> None:
     """When traffic moves, weights that do not know the new domain must not speak against those that do."""
     look = SecondLook(Figures(by_tensors), store)
@@ -419,6 +457,35 @@ def test_a_kept_update_is_published_with_what_came_since(store: Store) -> None:
 
 def better_on_new(share: Callable[..., float]) -> Callable[..., float]:
     return lambda serving, domain: share(serving, domain) + 0.1 * (serving[SHARED] is not None)
+
+
+def test_a_publication_that_fails_leaves_nothing_of_a_line(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person changed meanwhile what serves, so the candidates are thrown away."""
+    loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
+    with_second_look(loop)
+    loop.second_look.beside = BesideBase(loop.judge.measure, store)
+    loop.second_look.beside.note_kept("code", *kept_rows(loop))
+
+    def overtaken(*_: Any, **__: Any) -> None:
+        changes.pin(store, "code")
+        raise StorageError("code is pinned")
+
+    monkeypatch.setattr(loop.outlet, "publish", overtaken)
+    assert loop.run_once(SHARED) is None
+    assert not loop.failures
+    assert loop.second_look.beside.of_kept == {}
+
+
+def kept_rows(loop: Any) -> tuple[list[Any], Seen]:
+    """A record, and what the base and a candidate did on it."""
+    one = [record(900_000)]
+    measured = [
+        loop.judge.measure({SHARED: made}, "code", one, lambda: None)
+        for made in (None, candidate(SHARED, 0.1))
+    ]
+    return one, Seen(*measured)
 
 
 def test_after_a_failure_nothing_is_left_of_a_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ what served did: it says what the next candidate would do, and nothing of what s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.fresh.new_records import REMEMBERED, fresh_records, prompt_of
@@ -34,7 +36,7 @@ class SeenRecord:
     """One record, measured under the base alone and under adapters."""
 
     record: Held
-    versions: Versions  # that were live then
+    versions: Versions  # that were live when it was measured
     figures: Seen
 
     @property
@@ -44,13 +46,17 @@ class SeenRecord:
 
 
 class BesideBase:
-    """What was seen in one home. It reads storage and writes nothing; `memory.of_gate` keeps it."""
+    """What was seen in one home. It reads storage and writes nothing.
+
+    `memory.of_gate` keeps what was seen of live adapters over a restart, not what was seen of candidates.
+    """
 
     def __init__(self, measure: Measure, store: Store) -> None:
         self.measure, self.store = measure, store
         self.base_hash = ""  # of the draft base that is trained on; nothing is measured before it is known
         self.rows: dict[str, list[SeenRecord]] = {}  # of the live adapters, by domain, oldest first
-        self.kept: dict[str, list[SeenRecord]] = {}  # of kept candidates; a restart forgets them
+        self.of_kept: dict[str, list[SeenRecord]] = {}  # of candidates that were kept, likewise
+        self._live: dict[str, int] = {}  # the live versions when this was looked at last
         self.learned: set[str] = set()  # the domains that the live version has learned
         self.last_id = 0  # the newest record that the live version may have been trained on, or was measured
 
@@ -68,19 +74,25 @@ class BesideBase:
         known = {prompt_of(one) for one in self.store.replay.records(limit=REMEMBERED) if one.id <= before}
         shared = self._load(SHARED)
         for domain, records in fresh_records(self.store, before + 1, known, learned.__contains__).items():
-            records.sort(key=lambda record: record.id)
             serving = {SHARED: shared, domain: self._load(domain)}
             base = self.measure(dict.fromkeys(serving), domain, records, on_batch)
             adapted = self.measure(serving, domain, records, on_batch)
             _note(self.rows, domain, records, live, Seen(base, adapted))
 
+    def has(self, domain: str, number: int) -> bool:
+        """Whether live adapters were measured on the record with this id."""
+        return any(row.record.id == number for row in self.rows.get(domain, ()))
+
     def note_kept(self, domain: str, records: list[ReplayRecord], seen: Seen) -> None:
         """Note what candidates that the gate kept did on new records of a domain, beside the base alone."""
-        _note(self.kept, domain, records, self._live_versions(), seen)
+        _note(self.of_kept, domain, records, self._live, seen)
 
-    def forget_kept(self) -> None:
-        """Forget what kept candidates did, since nothing goes on from them."""
-        self.kept.clear()
+    def forget_kept(self, domain: str | None = None) -> None:
+        """Forget what kept candidates did, of this domain or of all, since nothing goes on from them."""
+        if domain is None:
+            self.of_kept.clear()
+        else:
+            self.of_kept.pop(domain, None)
 
     def seen(self, domain: str, depth: int | None = None, *, with_kept: bool = False) -> Seen | None:
         """The base alone and the adapters on the domain's newest records; None where none were measured.
@@ -89,7 +101,7 @@ class BesideBase:
         drafts of this length, which may have been another before a restart; None: all. with_kept: of records
         on which live adapters were not measured, what kept candidates did there counts.
         """
-        seen = [*(self.kept.get(domain, ()) if with_kept else ()), *self.rows.get(domain, ())]
+        seen = [*(self.of_kept.get(domain, ()) if with_kept else ()), *self.rows.get(domain, ())]
         rows = {row.record.id: row for row in seen if depth in (None, row.depth)}
         held = [rows[number].record for number in sorted(rows, reverse=True)]
         chosen = [rows[number].figures for number in of_many(held, MOST_COUNTED, LEAST_JUDGED)]
@@ -99,6 +111,7 @@ class BesideBase:
 
     def published(self, last_id: int) -> None:
         """A new version serves, which may have been trained on records up to `last_id`."""
+        self._live = self._live_versions()
         self.last_id = max(self.last_id, last_id)
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         self.learned |= domains_taught(known, FEW) - {SHARED}
@@ -113,12 +126,16 @@ class BesideBase:
     def forget(self) -> None:
         """Forget all figures, since records were purged."""
         self.rows.clear()
-        self.kept.clear()
+        self.of_kept.clear()
         self.learned.clear()
 
     def _drop_withdrawn(self, live: dict[str, int]) -> None:
-        """Drop what was seen of versions that were taken back, and of candidates trained on from them."""
-        for domain, rows in [*self.rows.items(), *self.kept.items()]:
+        """Drop what was seen of versions that were taken back, and of the candidates of these domains."""
+        for name, version in self._live.items():
+            if live.get(name, 0) < version:
+                self.forget_kept(None if name == SHARED else name)
+        self._live = live
+        for domain, rows in self.rows.items():
             now = live.get(SHARED, 0), live.get(domain, 0)
             rows[:] = [row for row in rows if row.versions[0] <= now[0] and row.versions[1] <= now[1]]
 
@@ -137,16 +154,21 @@ def _note(
     live: dict[str, int],
     seen: Seen,
 ) -> None:
-    """Add what was `seen` of each record, as far as the newest of a domain go."""
+    """Add what was `seen` of each record. Of a domain the newest are left, shared among clients."""
     versions = live.get(SHARED, 0), live.get(domain, 0)
     found = rows.setdefault(domain, [])
     for i, one in enumerate(records):
-        figures = Seen(_single(seen.before, i), _single(seen.after, i))
+        figures = Seen(some_of(seen.before, [i]), some_of(seen.after, [i]))
         found.append(SeenRecord(Held(one.id, one.source, one.pinned), versions, figures))
-    del found[: -2 * MOST_COUNTED]
+    found.sort(key=lambda row: row.record.id)
+    if len(found) > 2 * MOST_COUNTED:
+        held = [row.record for row in reversed(found)]
+        left = {*of_many(held, 2 * MOST_COUNTED, LEAST_JUDGED)}
+        found[:] = [row for row in found if row.record.id in left]
 
 
-def _single(measured: Measured, index: int) -> Measured:
-    """The figures of one record."""
-    part = slice(index, index + 1)
-    return Measured(measured.counts[part], None, None if measured.chances is None else measured.chances[part])
+def some_of(measured: Measured, indices: Sequence[int]) -> Measured:
+    """The figures of some of the records."""
+    numbers = np.array(indices, int)
+    chances = None if measured.chances is None else measured.chances[numbers]
+    return Measured(measured.counts[numbers], None, chances)

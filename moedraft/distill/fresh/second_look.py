@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.fresh.beside_base import BesideBase
+from moedraft.distill.fresh.beside_base import BesideBase, some_of
 from moedraft.distill.fresh.new_records import REMEMBERED, fresh_records, prompt_of
 from moedraft.distill.judging.gate import SURE, Seen, Verdict
 from moedraft.distill.measuring.figures import FEW, Measured, joined
@@ -49,7 +49,7 @@ class SecondLook:
     """The lines of one home. It reads storage and writes nothing; a restart forgets the lines."""
 
     def __init__(self, measure: Measure, store: Store, beside: BesideBase | None = None) -> None:
-        """beside: where it is noted what candidates do beside the draft base; None: it serves no domain."""
+        """beside: notes what candidates do beside the base; None: the base serves no domain alone."""
         self.measure, self.store, self.beside = measure, store, beside
         self._lines: dict[str, Line] = {}  # by the adapter that the update was of
 
@@ -57,6 +57,10 @@ class SecondLook:
         """Note the gate's verdicts on the candidates of one update, which knew of records up to `last_id`."""
         made = {one.expert: one for one in candidates}
         name = SHARED if SHARED in made else candidates[0].expert
+        for other in [one for one in made if one != name and one in verdicts]:
+            if verdicts[other].decision in ("discard", "reset"):  # the next one is not trained on from it
+                del made[other]
+                self._forget_beside(other)
         if name not in verdicts or verdicts[name].decision != "keep":
             self._lines.pop(name, None)
             if name not in verdicts or not verdicts[name].is_published:
@@ -89,11 +93,7 @@ class SecondLook:
                 before, after = self._pair(line.made, domain)
                 found = [self.measure(serving, domain, records, on_batch) for serving in (before, after)]
                 line.seen[domain] = _added(line.seen.get(domain), found[0], found[1])
-                if self.beside is not None:
-                    nothing = dict.fromkeys(before)
-                    serves = any(one is not None for one in before.values())
-                    base = self.measure(nothing, domain, records, on_batch) if serves else found[0]
-                    self.beside.note_kept(domain, records, Seen(base, found[1]))
+                self._note_beside(domain, records, before, found, on_batch)
             line.last_id = last_id
 
     def forget(self) -> None:
@@ -101,9 +101,33 @@ class SecondLook:
         self._lines.clear()
         self._forget_beside()
 
-    def _forget_beside(self) -> None:
+    def _note_beside(
+        self,
+        domain: str,
+        records: list[ReplayRecord],
+        before: Serving,
+        found: list[Measured],
+        on_batch: OnBatch,
+    ) -> None:
+        """Note what candidates do beside the base, on those records on which no live adapters were measured.
+
+        found: the figures of what serves, which is `before`, and those of the candidates.
+        """
+        if self.beside is None:
+            return
+        new = [i for i, one in enumerate(records) if not self.beside.has(domain, one.id)]
+        if not new:
+            return
+        chosen = [records[i] for i in new]
+        if any(one is not None for one in before.values()):
+            base = self.measure(dict.fromkeys(before), domain, chosen, on_batch)
+        else:
+            base = some_of(found[0], new)
+        self.beside.note_kept(domain, chosen, Seen(base, some_of(found[1], new)))
+
+    def _forget_beside(self, domain: str | None = None) -> None:
         if self.beside is not None:
-            self.beside.forget_kept()
+            self.beside.forget_kept(domain)
 
     def seen(self, candidate: Candidate) -> dict[str, Seen]:
         """By domain, what the line shows that `candidate` goes on from; empty where there is none."""

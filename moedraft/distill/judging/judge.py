@@ -139,15 +139,24 @@ class Judge:
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
-            stood, shown = self._on_new_records(name, static)
-            base = static if self._may_stand_aside(case, shown) else None
+            stood, with_kept = self._on_new_records(name, static)
+            base = static if self._may_stand_aside(case, with_kept) else None
             old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            share, before_these = traffic[name], (seen.get(name), stood, shown)
-            aside = name in unadapted
-            options[name] = Options(before, new, old, None, static, share, base, *before_these, aside)
+            options[name] = Options(
+                before,
+                new,
+                old,
+                static=static,
+                share=traffic[name],
+                base=base,
+                seen=seen.get(name),
+                stood=stood,
+                with_kept=with_kept,
+                aside=name in unadapted,
+            )
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})
@@ -177,13 +186,13 @@ class Judge:
         depth = static.counts.shape[1]
         return self.beside_base.seen(domain, depth), self.beside_base.seen(domain, depth, with_kept=True)
 
-    def _may_stand_aside(self, case: Case, shown: Seen | None) -> bool:
+    def _may_stand_aside(self, case: Case, with_kept: Seen | None) -> bool:
         """Whether the base alone may serve: enough records, and no version that a person pinned or chose."""
         registry = self.store.registry
         free = case.domain != SHARED and not is_pinned(registry, case.domain)
         live = {name: registry.live(name) for name in (case.domain, SHARED)}
         chosen = any(registry.is_chosen(name, one.version if one else 0) for name, one in live.items())
-        records = len(case.records) + (shown.before.records if shown else 0)
+        records = len(case.records) + (with_kept.before.records if with_kept else 0)
         return self.base_serves and free and not chosen and records >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:

@@ -13,7 +13,7 @@ ENOUGH = 3  # records of a domain that may be left to the base alone
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to the draft base alone …
 LIKELY_HARM = 0.75  # … or, where no update is published, from which it is left to the base …
-LEFT_IN_DOUBT = 0.25  # … or, where the base alone serves it already, from which it goes on doing so …
+STAYS_LEFT = 0.25  # … or, at a publication, above which the base alone goes on serving where it does now …
 SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
 
 # The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
@@ -34,7 +34,7 @@ class Options:
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
     seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
     stood: Seen | None = None  # the draft base alone, and adapters that were live, on other records
-    shown: Seen | None = None  # `stood`, and kept candidates where live ones were not measured; None: `stood`
+    with_kept: Seen | None = None  # `stood`, and kept candidates where no live ones were seen; None: `stood`
     aside: bool = False  # whether the base alone serves now, so that `before` is `static`
 
     def kinds(self) -> list[Kind]:
@@ -47,7 +47,7 @@ class Options:
 
     def beside_static(self, after: Measured) -> tuple[Measured, Measured]:
         """The draft base alone, and adapters that do as `after` says, with what earlier ones have shown."""
-        return _with(self.static or self.before, after, self.shown or self.stood)
+        return _with(self.static or self.before, after, self.with_kept or self.stood)
 
     def now(self) -> tuple[Measured, Measured]:
         """The draft base alone, and the live adapters, whether these serve or not.
@@ -82,11 +82,16 @@ class Prospect:
         return is_below(self.static)
 
     @property
+    def is_below_base(self) -> bool:
+        """Whether a domain would probably stand below the base alone."""
+        return is_below(self.beside, HARMFUL)
+
+    @property
     def yields_to_base(self) -> bool:
         """Whether the base alone should draft instead, or go on drafting."""
         if self.aside:
-            return self.beside is not None and self.beside.worse > LEFT_IN_DOUBT
-        return is_below(self.beside, HARMFUL)
+            return self.beside is not None and self.beside.worse > STAYS_LEFT
+        return self.is_below_base
 
 
 @dataclass(frozen=True)

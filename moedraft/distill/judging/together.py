@@ -11,12 +11,13 @@ Losses too small to be seen in one update add up over many. So each domain is al
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from
 it where it is better off without one. If every adapter that a published update could give a domain is
 probably worse than the base, the base alone drafts for that domain, where the drafter can do so; the next
-published update decides anew. For this question alone, what adapters did on new records counts too: those
-that served and, on records on which these were not measured, candidates that were kept (`fresh/`). A domain
+published update decides anew. For this question alone, what adapters did on new records counts too: live
+adapters and, on records on which no live ones were measured, candidates that were kept (`fresh/`). A domain
 that the base serves already gets adapters with a publication only where they are likely better, by three
 quarters. Where nothing is published, a domain goes to the base if what serves likely stands below it, and
-gets its adapters back if by the new records these probably do not. "Probably" is likelier than not, less
-than a publication asks for: with the base alone no domain stands below it.
+gets its adapters back if, by what live ones did on new records, they probably do not stand below it.
+"Probably" is likelier than not, less than a publication asks for: with the base alone no domain stands below
+it.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 10 % of updates pass, with a loss of .03 tokens per step
@@ -165,7 +166,7 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
         gains = estimates([options.before for options in domains.values()], afters)
         statics = _compared([(one.static or one.before, after) for one, after in _pairs(domains, afters)])
         besides = statics
-        if kind != "base" and any(one.shown or one.stood for one in domains.values()):
+        if kind != "base" and any(one.with_kept or one.stood for one in domains.values()):
             besides = _compared([one.beside_static(after) for one, after in _pairs(domains, afters)])
         for number, (name, options) in enumerate(domains.items()):
             if kind in options.kinds():
@@ -267,6 +268,8 @@ def _left_out(found: Verdict, choice: Choice, prospect: Prospect, beside: str) -
     """
     if choice.kind == "base":
         why = "The domain would probably stand below the draft without any adapter, which serves it"
+        if not prospect.is_below_base:
+            why = "That adapters do better than the draft alone is not likely enough; it goes on serving"
         return replace(found, decision="keep", reason=f"{why}: {beside}.")
     why = "It is likely to harm this domain"
     if prospect.below_static:
