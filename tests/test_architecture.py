@@ -33,7 +33,7 @@ ROOMS = {
     "distill/lora": (4, 420),
     "distill/text": (7, 600),
     "distill/single": (3, 460),
-    "distill/judging": (10, 1260),
+    "distill/judging": (10, 1280),
     "distill/fresh": (4, 405),
     "distill/measuring": (4, 290),
     "distill/memory": (4, 450),
