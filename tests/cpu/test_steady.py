@@ -302,7 +302,7 @@ def test_a_whole_model_in_bfloat16_is_independent_where_its_sums_are(two_threads
     )
     if arranged is None:
         pytest.skip("on this CPU no target runs in bfloat16: its sums depend on the rows in any arrangement")
-    config = LlamaConfig(**{**vars(SMOLLM2), "vocab_size": 97}, num_hidden_layers=4)
+    config = LlamaConfig(**{**vars(SMOLLM2), "vocab_size": 97}, num_hidden_layers=2)
     torch.manual_seed(1)
     model = LanguageModel(
         LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False), None, "random"
