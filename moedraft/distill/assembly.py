@@ -8,7 +8,7 @@ from moedraft.config import Settings
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.features.record_states import RecordStates, kept_in
-from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.joint_loop import MOST_AGAIN, JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan, kinds_for
 from moedraft.distill.judging.judge import Judge
@@ -28,6 +28,7 @@ from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
 TEXT_RATE, TURNS_RATE = 3e-4, 1e-3  # of an independent draft model's updates, joint and in turns
+TEXT_AGAIN = 0  # of an independent draft model's updates without new records: it has read much, and overfits
 WHOLE = 1.0  # strength of an independent draft model's adapters: as they were learned
 
 
@@ -43,6 +44,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
         memory = TrainerMemory(store.home.path, store.registry)
         every, horizon = settings.update_every, settings.train_horizon
         loop = JointLoop(joint, store, outlet, every, memory=memory, horizon=horizon)
+        loop.most_again = MOST_AGAIN if isinstance(joint.student, FeatureStudent) else TEXT_AGAIN
         return _resumed(loop, settings)
     trainer = Trainer(
         load_by(settings, "draft", "float32", name),

@@ -223,7 +223,9 @@ def test_records_are_used_again_unless_the_gate_throws_the_update_away(
     assert (loop.due() == SHARED) is follows
 
 
-def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop) -> None:
+@pytest.mark.parametrize("most", [0, 3, MOST_AGAIN])
+def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop, most: int) -> None:
+    loop.most_again = most
     loop.store.replay.add([record(i) for i in range(4)])
     loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
     loop.run_once()
@@ -235,7 +237,7 @@ def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop)
     while loop.due() is not None:
         loop.run_once()
         updates += 1
-    assert updates == 1 + MOST_AGAIN
+    assert updates == 1 + most
 
 
 def test_updates_without_a_visible_gain_follow_each_other_less_often(loop: JointLoop) -> None:

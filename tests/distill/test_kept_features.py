@@ -15,7 +15,7 @@ from moedraft.core import SHARED, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.record_states import RecordStates, kept_in
-from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.joint_loop import MOST_AGAIN, JointLoop
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
@@ -66,7 +66,9 @@ def loop_of(system: System) -> JointLoop:
 
 
 def test_what_is_kept_is_what_would_be_computed(keeping: System) -> None:
-    trainer = loop_of(keeping).trainer
+    loop = loop_of(keeping)
+    assert loop.most_again == MOST_AGAIN
+    trainer = loop.trainer
     states = trainer.lessons.states
     assert isinstance(states, RecordStates)
     assert trainer.plan.strength == JointPlan.strength < 1

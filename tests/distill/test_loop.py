@@ -212,6 +212,7 @@ def test_a_draft_model_learns_jointly_or_in_turns(
         loop = build_loop(load_settings(home=tmp_path / "home0", model_updates=updates), store)
         assert isinstance(loop, JointLoop) == (updates == "joint")
         assert not isinstance(loop, JointLoop) or loop.trainer.plan.strength == 1
+        assert not isinstance(loop, JointLoop) or loop.most_again == 0, "further updates overfit"
         assert {one.domain for one in store.registry.versions()} == (
             {"code", SHARED} if updates == "joint" else {"code"}
         )

@@ -39,6 +39,7 @@ class JointLoop(DistillLoop):
     left_at: int = -1  # the registry's generation after the last update
     memory: TrainerMemory | None = None  # None: what is not published is lost at a restart
     horizon: int = 10_000  # requests over which the gain of an update is counted against its time
+    most_again: int = MOST_AGAIN  # consecutive updates without new records; 0: records are used once
     interval: Interval = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +154,7 @@ class JointLoop(DistillLoop):
             return None
         began, computing, self.waited = time.monotonic(), time.process_time(), 0.0
         is_fresh = not self.again or self._news() >= self.interval.wanted(self._news())
-        left = MOST_AGAIN if is_fresh else self.again - 1
+        left = self.most_again if is_fresh else self.again - 1
         self.again = 0  # unless the gate says otherwise
         untaught = self.judge.untaught() if self.judge and self.trainer.learner is None else ()
         made = self.trainer.update(steps=steps, on_step=on_step)
