@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evidence import tokens
 from evidence.answers import TARGET, Answers
-from evidence.arrangements import Arrangement
+from evidence.arrangements import WIDE, Arrangement
 from evidence.further import KeptFurther
 from evidence.streams import Traffic
 from moedraft.core import SHARED, Domain, ReplayRecord, UpdateRecord
@@ -90,6 +90,8 @@ class Run:
     """An arrangement with a home of its own."""
 
     def __init__(self, bench: Bench, arrangement: Arrangement, store: Store, seed: int) -> None:
+        if isinstance(bench.draft, LanguageModel):  # with a shared adapter as wide as a server's
+            arrangement = replace(arrangement, shared=WIDE)
         self.bench, self.arrangement, self.store = bench, arrangement, store
         kind = arrangement.trainer or JointTrainer
         plan = bench.plan
