@@ -42,6 +42,7 @@ from evidence.words import (
     table,
     told_apart,
 )
+from moedraft.distill.assembly import TEXT_RATE
 
 ABOUT_PICTURES = {
     "curves": "Right first guesses on held-out prompts of all domains, over the requests served.",
@@ -208,12 +209,22 @@ def settings(whole: Whole) -> str:
     return (
         f"A run: {of['requests']} requests of the domains {of['domains'].replace(',', ', ')}, with answers "
         f"of up to {of['max_tokens']} tokens; an update of {of['steps']} steps of {of['rows']} records after "
-        f"every {of['every']} requests, experts of rank {of['rank']}; {of['heldout']} held-out prompts a "
+        f"every {of['every']} requests, experts of rank {of['rank']}{independent(whole)}; "
+        f"{of['heldout']} held-out prompts a "
         f"domain, asked before, after every {of['every'] * of['measured']} requests and at the end (and "
         f"where traffic turns, in runs that tell the commit of their code; {whole['unmarked']} do not). "
         f"{how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
         f"says how many seeds it has.{warning(of, seeds)}{precision(whole)}"
     )
+
+
+def independent(whole: Whole) -> str:
+    """How an independent draft model's adapters learn; nothing for a feature drafter."""
+    if whole["settings"].get("target") != "mini":
+        return ""
+    older = whole["rates"] != [TEXT_RATE]
+    shared = "as wide a shared adapter" if older else "a shared adapter four times as wide, as a server's"
+    return f" and {shared}, learning rate {listed(f'{rate:g}'.lstrip('0') for rate in whole['rates'])}"
 
 
 def precision(whole: Whole) -> str:

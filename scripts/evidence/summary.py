@@ -19,6 +19,7 @@ from evidence.arrangements import (
     SERVED_EQUAL_COST,
     STATIC,
 )
+from evidence.comparable import BEFORE_RATE
 from evidence.figures import (
     Found,
     Runs,
@@ -63,6 +64,7 @@ def summary(runs: Runs) -> dict[str, Any]:
             for pattern in patterns
         },
         "strengths": sorted({run.get("strength", WHOLE) for run in every if run["updates"]}),
+        "rates": sorted({run.get("learning_rate", BEFORE_RATE) for run in every if run["updates"]}),
         "resampled": {pattern: _resampled(every, pattern) for pattern in patterns},
         "unsure": {pattern: _unsure(every, pattern) for pattern in patterns},
         "router": {pattern: routed_right(runs, pattern) for pattern in patterns},

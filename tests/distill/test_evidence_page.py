@@ -338,7 +338,7 @@ def test_pages_in_docs_point_to_what_lies_beside_them() -> None:
 def test_the_printed_commands_name_the_pages_in_docs() -> None:
     text = document.COMMANDS.replace("\\\n", "")
     lines = [line.split("#")[0].strip() for line in text.splitlines() if "evidence.py" in line]
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert all(command.jobs(command.arguments(line.split()[2:])) for line in lines)
     for out, doc in (re.search(r"--out (\S+)(?:.* --doc (\S+))?", line).groups() for line in lines):
         assert doc == (None if out.startswith("/tmp/") else f"docs/{Path(out).name}.md")
@@ -366,6 +366,7 @@ def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
         ("evidence-served", []),
         ("evidence-turns", []),
         ("evidence-mini", ["--target", "mini"]),
+        ("evidence-mini-served", ["--target", "mini"]),
         ("evidence-long", ["--requests", "960", "--measured", "10"]),
     ],
 )
