@@ -180,7 +180,7 @@ class Settings(BaseSettings):
     learning_rate: float | None = Field(
         None,
         gt=0,
-        description="of an update's optimiser; unset: 0.004 for a feature drafter, else 0.0003, and 0.001 "
+        description="of an update's optimiser; unset: 0.004 for a feature drafter, else 0.00015, and 0.001 "
         "where adapters learn in turns",
     )
     model_updates: Literal["joint", "turns"] = Field(

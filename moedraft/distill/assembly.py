@@ -27,7 +27,7 @@ from moedraft.models import load_by
 from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
-TEXT_RATE, TURNS_RATE = 3e-4, 1e-3  # of an independent draft model's updates, joint and in turns
+TEXT_RATE, TURNS_RATE = 1.5e-4, 1e-3  # of an independent draft model's updates, joint and in turns
 TEXT_AGAIN = 0  # of an independent draft model's updates without new records: it has read much, and overfits
 WHOLE = 1.0  # strength of an independent draft model's adapters: as they were learned
 

@@ -26,7 +26,7 @@ from evidence.prompts import Domain, Query, load_domain, reworded
 from evidence.running import AtEnd, Bench, Plan, Served, run
 from evidence.streams import FAMILIAR, ONLY, TRAINED_ON, Traffic, traffic
 from moedraft.config import Settings, load_settings
-from moedraft.distill.assembly import TEXT_RATE, WHOLE
+from moedraft.distill.assembly import WHOLE
 from moedraft.distill.features.expert_vocabularies import OWN_TOKENS
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.plan import JointPlan
@@ -131,8 +131,9 @@ class Workplace:
         """How runs are made here, beside what `settings` tells."""
         further = len(self.bench.further.more) if self.bench.further else 0
         has_lists = isinstance(self.bench.draft, FeatureDraft)
-        rate, strength = None if has_lists else TEXT_RATE, self.bench.strength
-        return comparable.Manner(self.precision, strength, self.args.own_tokens, further, has_lists, rate)
+        rate = None if has_lists else comparable.text_rate(self.bench.plan.steps)
+        strength, size = self.bench.strength, self.args.own_tokens
+        return comparable.Manner(self.precision, strength, size, further, has_lists, rate)
 
     def run(
         self, pattern: str, arrangement: str | Arrangement, seed: int, at_end: AtEnd | None = None

@@ -7,10 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moedraft.distill.assembly import WHOLE
+from moedraft.config import Settings
+from moedraft.distill.assembly import TEXT_RATE, WHOLE
 
 BEFORE_TOKENS = 4096  # of an expert's list, in runs that do not tell it
+SERVER_STEPS: int = Settings.model_fields["update_steps"].default
 BEFORE_RATE = 1e-3  # of an independent draft model's updates, in runs that do not tell it
+
+
+def text_rate(steps: int) -> float:
+    """The learning rate of an independent draft model, where updates have so many steps.
+
+    With half of a server's steps each goes twice as far, so that an update goes as far as a server's.
+    """
+    return TEXT_RATE * SERVER_STEPS / steps
 
 
 class Manner(NamedTuple):

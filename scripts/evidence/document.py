@@ -20,6 +20,7 @@ from evidence.arrangements import (
     TABLED,
     TABLED_FURTHER,
 )
+from evidence.comparable import BEFORE_RATE
 from evidence.figures import Runs
 from evidence.parts import PARTS
 from evidence.streams import ONLY, POISONED, heading_of, title_of
@@ -42,7 +43,6 @@ from evidence.words import (
     table,
     told_apart,
 )
-from moedraft.distill.assembly import TEXT_RATE
 
 ABOUT_PICTURES = {
     "curves": "Right first guesses on held-out prompts of all domains, over the requests served.",
@@ -222,7 +222,7 @@ def independent(whole: Whole) -> str:
     """How an independent draft model's adapters learn; nothing for a feature drafter."""
     if whole["settings"].get("target") != "mini":
         return ""
-    older = whole["rates"] != [TEXT_RATE]
+    older = BEFORE_RATE in whole["rates"]
     shared = "as wide a shared adapter" if older else "a shared adapter four times as wide, as a server's"
     return f" and {shared}, learning rate {listed(f'{rate:g}'.lstrip('0') for rate in whole['rates'])}"
 

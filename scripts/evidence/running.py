@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from evidence import tokens
 from evidence.answers import TARGET, Answers
 from evidence.arrangements import WIDE, Arrangement
+from evidence.comparable import text_rate
 from evidence.further import KeptFurther
 from evidence.streams import Traffic
 from moedraft.core import SHARED, Domain, ReplayRecord, UpdateRecord
-from moedraft.distill.assembly import TEXT_RATE, WHOLE
+from moedraft.distill.assembly import WHOLE
 from moedraft.distill.features.expert_vocabularies import OWN_TOKENS
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
@@ -98,7 +99,7 @@ class Run:
         steps = max(1, round(plan.steps * arrangement.every))
         usual = JointPlan(steps=steps, rows=plan.rows, strength=bench.strength)
         if isinstance(bench.draft, LanguageModel):
-            usual = replace(usual, learning_rate=TEXT_RATE, kept=LEADING)
+            usual = replace(usual, learning_rate=text_rate(plan.steps), kept=LEADING)
         given = replace(usual, **arrangement.plan)
         ends, lessons = bench.target.eos_token_ids, bench.lessons(*arrangement.ranks(plan.rank))
         self.trainer = kind(lessons, store, given, ends, bench.further)
