@@ -194,10 +194,10 @@ be made otherwise than those that are there, a message says what to change.
 The runs of [evidence](evidence.md), [evidence-turns](evidence-turns.md) and
 [evidence-long](evidence-long.md) are of older forms of moedraft, from before drafters guessed the tokens of a
 request's own text, and those of [evidence-mini](evidence-mini.md) learned at a rate of .001, where it is
-[.00015 now, of longer updates](experiments.md#joint-updates-of-an-independent-draft-model). So the present code adds none to
-them; newer files name the commit of their code. What
-they show is made in the present form in a folder of its own, and so is its page, `evidence.md` in that
-folder. The first of these commands takes a quarter of an hour, the others hours.{times}
+[.00015 now, of longer updates](experiments.md#joint-updates-of-an-independent-draft-model). So the present
+code adds none to them; newer files name the commit of their code. What they show is made in the present
+form in a folder of its own, and so is its page, `evidence.md` in that folder. The first of these commands
+takes a quarter of an hour, the others hours.{times}
 
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick  # the default and one adapter
     python scripts/evidence.py --data ../shared/data --out /tmp/evidence --parts main,gated,further,poison
