@@ -41,9 +41,8 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     outlet, name = outlet or HomeOutlet(store), draft_name(settings)
     if feature_folder(name) is not None or settings.model_updates == "joint":
         joint = joint_trainer(settings, store, JointTrainer)
-        memory = TrainerMemory(store.home.path, store.registry)
-        every, horizon = settings.update_every, settings.train_horizon
-        loop = JointLoop(joint, store, outlet, every, memory=memory, horizon=horizon)
+        file, horizon = TrainerMemory(store.home.path, store.registry), settings.train_horizon
+        loop = JointLoop(joint, store, outlet, settings.update_every, memory=file, horizon=horizon)
         loop.most_again = MOST_AGAIN if isinstance(joint.student, FeatureStudent) else TEXT_AGAIN
         return _resumed(loop, settings)
     trainer = Trainer(
@@ -98,8 +97,7 @@ def _plan(settings: Settings, rate: float, kept: Kept, strength: float) -> Joint
 def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
     """Attach the gate, unless it is off, and restore what earlier loops have recorded."""
     if settings.gate == "on":
-        depth = max(1, settings.num_speculative_tokens)
-        measure, alone = _measure(loop, depth)
+        measure, alone = _measure(loop, max(1, settings.num_speculative_tokens))
         loop.judge = judge = Judge(measure, loop.store, base_serves=alone)
         loop.second_look, loop.beside_base = judge.second_look, judge.beside_base
         loop.watch = Watch(measure, loop.store)
