@@ -315,7 +315,7 @@ def test_what_kept_candidates_did_says_what_the_next_would_do() -> None:
     assert left_with((0.2, 12)) <= 0.05
 
 
-def test_a_domain_that_the_base_serves_gets_adapters_where_they_are_likely_better() -> None:
+def test_a_domain_that_the_base_serves_gets_adapters_where_they_are_surely_better() -> None:
     """Whoever serves goes on, where lucky held-out records stand against new ones."""
     waits, goes = (left_with((-0.15, 8), aside=aside) for aside in (True, False))
     assert waits >= goes + 0.2

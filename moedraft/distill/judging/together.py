@@ -13,8 +13,8 @@ it where it is better off without one. If every adapter that a published update 
 probably worse than the base, the base alone drafts for that domain, where the drafter can do so; the next
 published update decides anew. For this question alone, what adapters did on new records counts too: live
 adapters and, on records on which no live ones were measured, candidates that were kept (`fresh/`). A domain
-that the base serves already gets adapters with a publication only where they are likely better, by three
-quarters. Where nothing is published, a domain goes to the base if what serves likely stands below it, and
+that the base serves already gets adapters with a publication only where they are surely better, by nine
+tenths. Where nothing is published, a domain goes to the base if what serves likely stands below it, and
 gets its adapters back if, by what live ones did on new records, they probably do not stand below it.
 "Probably" is likelier than not, less than a publication asks for: with the base alone no domain stands below
 it.
