@@ -59,8 +59,8 @@ disturbing another, and experts have nothing to separate (separate experts, with
 less [on three of nine kinds of traffic](evidence.md), where prompts are of two domains, of none, or shift,
 and as much on the others, with one seed). It cannot be the whole reason: an independent draft reads no such
 states, and there joint learning does not guess more either ([evidence-mini-served](evidence-mini-served.md);
-the single adapter has more weights there). What knowing the domain does bring is a short list of its own words
-([tokens of the text](experiments.md#tokens-of-the-text))."""
+the single adapter has more weights there). What knowing the domain does bring is a short list of its own
+words ([tokens of the text](experiments.md#tokens-of-the-text))."""
 
 METHOD_TEXT = """## How it was measured
 
