@@ -375,11 +375,11 @@ def test_what_was_seen_counts_beside_held_out_records() -> None:
 def test_a_domain_gets_its_adapters_back_without_a_publication_where_they_are_better_again() -> None:
     """Nothing is published, since nobody gains; the base serves `known` alone."""
 
-    def decided(gain: float) -> bool | None:
+    def decided(gain: float, stood: int = 12) -> bool | None:
         rng = np.random.default_rng(2)
         others = {f"d{n}": replace(of_domain(rng, 0.1, 8, 8), new=None) for n in range(5)}
         worse = {name: replace(one, old=Records(rng, 8).draft(-0.3)) for name, one in others.items()}
-        one = of_domain(rng, gain, 8, 12)
+        one = of_domain(rng, gain, 8, stood)
         known = replace(one, before=one.static, new=None, aside=True)
         verdicts = decide_together({**worse, "known": known}, {}, SHARED)
         assert not verdicts[SHARED].is_published
@@ -387,6 +387,9 @@ def test_a_domain_gets_its_adapters_back_without_a_publication_where_they_are_be
 
     assert decided(0.3) is False
     assert decided(-0.3) in (True, None), "it stays with the base"
+    assert decided(0.08) in (True, None), "also where adapters may be a little better"
+    assert decided(0.3, stood=2) in (True, None), "two lucky records prove nothing"
+    assert decided(0.3, stood=4) is False
 
 
 class Harmed(Figures):

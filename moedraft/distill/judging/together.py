@@ -15,7 +15,7 @@ published update decides anew. For this question alone, what adapters did on new
 adapters and, on records on which no live ones were measured, candidates that were kept (`fresh/`). A domain
 that the base serves already gets adapters with a publication only where they are surely better, by nine
 tenths. Where nothing is published, a domain goes to the base if what serves likely stands below it, and
-gets its adapters back if, by what live ones did on new records, they probably do not stand below it.
+gets its adapters back if, by what live ones did on three new records or more, these are surely better.
 "Probably" is likelier than not, less than a publication asks for: with the base alone no domain stands below
 it.
 
@@ -47,9 +47,9 @@ from moedraft.distill.judging.gate import (
 )
 from moedraft.distill.judging.options import (
     ENOUGH,
-    HARMFUL,
     KINDS,
     LIKELY_HARM,
+    STAYS_LEFT,
     Choice,
     Kind,
     Options,
@@ -83,8 +83,8 @@ def decide_together(
         known = options.base is not None and options.now()[0].records >= ENOUGH
         below = known and is_below(standing[name], LIKELY_HARM)
         aside = choice.kind == "base" if goes else below
-        seen = options.aside and options.stood is not None
-        back = not goes and seen and not is_below(standing[name], HARMFUL)
+        seen = options.aside and options.stood is not None and options.stood.before.records >= ENOUGH
+        back = not goes and seen and standing[name].worse <= STAYS_LEFT
         if options.new is not None or aside or back or (choice.kind == "none" and goes):
             before = kept.get(name, 0)
             found = bounded(_of_expert(options, choice, prospects[name], whole), before)
