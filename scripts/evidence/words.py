@@ -88,8 +88,8 @@ METHOD_TEXT = """## How it was measured
   three. The runs of [evidence-served](evidence-served.md) with a domain that the drafter was trained on have
   the present gate, and so have those of [evidence-mini-served](evidence-mini-served.md). The gate of its
   other runs does not count what kept candidates did, where it asks whether a domain is better left to the
-  draft base, but [what adapters do on new records](experiments.md#a-domain-that-the-drafter-knows) it counts
-  there. That of [evidence-turns](evidence-turns.md) decides alike on what is published, but throws joint
+  draft base, but [what live adapters do on new records](experiments.md#a-domain-that-the-drafter-knows), and
+  gives such a domain adapters sooner. That of [evidence-turns](evidence-turns.md) decides alike on what is published, but throws joint
   candidates away sooner. All others were made with the forms that the gate had at their time, which publish
   [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
