@@ -20,7 +20,7 @@ from evidence.arrangements import (
     TABLED,
     TABLED_FURTHER,
 )
-from evidence.comparable import BEFORE_RATE
+from evidence.comparable import BEFORE_RATE, SERVER_STEPS
 from evidence.figures import Runs
 from evidence.parts import PARTS
 from evidence.streams import ONLY, POISONED, heading_of, title_of
@@ -43,6 +43,7 @@ from evidence.words import (
     table,
     told_apart,
 )
+from moedraft.distill.assembly import TEXT_RATE
 
 ABOUT_PICTURES = {
     "curves": "Right first guesses on held-out prompts of all domains, over the requests served.",
@@ -224,7 +225,9 @@ def independent(whole: Whole) -> str:
         return ""
     older = BEFORE_RATE in whole["rates"]
     shared = "as wide a shared adapter" if older else "a shared adapter four times as wide, as a server's"
-    return f" and {shared}, learning rate {listed(f'{rate:g}'.lstrip('0') for rate in whole['rates'])}"
+    rates = listed(f"{rate:g}".lstrip("0") for rate in whole["rates"])
+    served = "" if older else f" (a server: {f'{TEXT_RATE:f}'.strip('0')} for {SERVER_STEPS} steps)"
+    return f" and {shared}, learning rate {rates}{served}"
 
 
 def precision(whole: Whole) -> str:

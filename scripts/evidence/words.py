@@ -58,7 +58,7 @@ tell the domain by themselves, so one adapter that replays all domains can learn
 disturbing another, and experts have nothing to separate (separate experts, without a shared adapter, guess
 less [on three of nine kinds of traffic](evidence.md), where prompts are of two domains, of none, or shift,
 and as much on the others, with one seed). It cannot be the whole reason: an independent draft reads no such
-states, and there joint learning does not guess more either ([evidence-mini-served](evidence-mini-served.md);
+states, and there joint learning guesses hardly more either ([evidence-mini-served](evidence-mini-served.md);
 the single adapter has more weights there). What knowing the domain does bring is a short list of its own
 words ([tokens of the text](experiments.md#tokens-of-the-text))."""
 
@@ -79,18 +79,20 @@ METHOD_TEXT = """## How it was measured
 - **Equal updates**: the same number of updates and steps, unless a title says otherwise. About one record
   in eight is held back from training in every arrangement, since the gate needs it; arrangements without a
   gate publish every update.
-- **With gate**: the gate, after each update once. A server also makes *further updates* from the same records
-  while they still bring something; arrangements with some of these, fewer than a server's, have a section of
-  their own. Not in these figures: a server changes the interval between updates, takes versions back that
-  later requests show to be worse, and lets what an answer shows of the experts decide who drafts on
-  (`selector = "evidence"`); here the router alone does.
-  A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The runs of [evidence-served](evidence-served.md) with a domain that the drafter was trained on have
-  the present gate, and so have those of [evidence-mini-served](evidence-mini-served.md). The gate of its
-  other runs does not count what kept candidates did, where it asks whether a domain is better left to the
-  draft base, but [what live adapters do on new records](experiments.md#a-domain-that-the-drafter-knows), and
-  gives such a domain adapters sooner. That of [evidence-turns](evidence-turns.md) decides alike on what is published, but throws joint
-  candidates away sooner. All others were made with the forms that the gate had at their time, which publish
+- **With gate**: the gate, after each update once. A server also makes *further updates* from the same
+  records while they still bring something, of an independent draft model none; arrangements with some of
+  these, fewer than a server's, have a section of their own where they were run. Not in these figures: a
+  server changes the interval between updates, takes versions back that later requests show to be worse, and
+  lets what an answer shows of the experts decide who drafts on (`selector = "evidence"`); here the router
+  alone does. A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs
+  drafts of three. The runs of [evidence-served](evidence-served.md) with a domain that the drafter was
+  trained on have the present gate. That of the other runs of that page does not count what kept candidates
+  did, where it asks whether a domain is better left to the draft base, but [what live adapters do on new
+  records](experiments.md#a-domain-that-the-drafter-knows), and gives such a domain adapters sooner. The
+  base of an independent draft model serves no domain alone, so in the runs of
+  [evidence-mini-served](evidence-mini-served.md) the gate does not ask it. That of
+  [evidence-turns](evidence-turns.md) decides alike on what is published, but throws joint candidates away
+  sooner. All others were made with the forms that the gate had at their time, which publish
   [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little

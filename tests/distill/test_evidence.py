@@ -18,6 +18,7 @@ from scripts_loader import load_script
 
 from moedraft.config import Settings
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.assembly import TEXT_RATE
 from moedraft.distill.features.record_states import RecordStates
 
 from random_models import random_model
@@ -27,7 +28,7 @@ running, streams, prompts, answers = (
 )
 arrangements, figures = (load_script(f"evidence.{name}") for name in ("arrangements", "figures"))
 list_of, further = load_script("evidence.tokens").list_of, load_script("evidence.further")
-withheld = load_script("evidence.withheld")
+withheld, comparable = load_script("evidence.withheld"), load_script("evidence.comparable")
 ARRANGEMENTS = arrangements.ARRANGEMENTS
 ONE_WIDE, ONE_WIDE_GATED, WITHHELD, WITHHELD_GATED = (
     getattr(arrangements, name) for name in ("ONE_WIDE", "ONE_WIDE_GATED", "WITHHELD", "WITHHELD_GATED")
@@ -304,6 +305,13 @@ def test_an_independent_draft_model_runs_in_the_same_arrangements(text_bench: An
     json.dumps(found)
     assert len(found["curve"][-1]["counts"]) == 12
     assert bool(found["updates"]) == (name != "static")
+    if found["updates"]:
+        assert found["learning_rate"] == comparable.text_rate(text_bench.plan.steps)
+
+
+def test_short_updates_of_an_independent_draft_go_as_far_as_a_servers() -> None:
+    assert comparable.text_rate(comparable.SERVER_STEPS) == TEXT_RATE
+    assert comparable.text_rate(comparable.SERVER_STEPS // 2) == 2 * TEXT_RATE
 
 
 def test_answers_of_the_draft_are_its_own_and_the_target_labels_them(text_bench: Any) -> None:

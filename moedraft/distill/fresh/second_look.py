@@ -57,14 +57,14 @@ class SecondLook:
         """Note the gate's verdicts on the candidates of one update, which knew of records up to `last_id`."""
         made = {one.expert: one for one in candidates}
         name = SHARED if SHARED in made else candidates[0].expert
-        for other in [one for one in made if one != name and one in verdicts]:
-            if verdicts[other].decision in ("discard", "reset"):  # the next one is not trained on from it
-                del made[other]
+        for other, verdict in verdicts.items():
+            if other != name and verdict.decision in ("discard", "reset"):
+                made.pop(other, None)  # the next one is not trained on from it
                 self._forget_beside(other)
         if name not in verdicts or verdicts[name].decision != "keep":
             self._lines.pop(name, None)
             if name not in verdicts or not verdicts[name].is_published:
-                self._forget_beside()
+                self._forget_beside(None if name == SHARED else name)
             return
         shared = self._version(SHARED, made[name])
         line = self._lines.get(name)
@@ -73,7 +73,7 @@ class SecondLook:
         line.made, line.last_id = made, last_id
         if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
             line.seen.clear()
-            self._forget_beside()
+            self._forget_beside(None if name == SHARED else name)
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {prompt_of(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}

@@ -7,17 +7,17 @@ its own prove little. A domain that is left out keeps its expert, or gets none, 
 If a domain would almost surely be worse off with any of these, nothing is published. A candidate that is
 not published is trained on, also where it does some harm (`gate.patient`).
 
-Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
-base without any adapter. A domain that stands below that gets no new version, and its expert is taken from
-it where it is better off without one. If every adapter that a published update could give a domain is
+Losses too small to be seen in one update add up over many. So each domain is also measured against the
+draft base without any adapter. A domain that stands below that gets no new version, and its expert is taken
+from it where it is better off without one. If every adapter that a published update could give a domain is
 probably worse than the base, the base alone drafts for that domain, where the drafter can do so; the next
 published update decides anew. For this question alone, what adapters did on new records counts too: live
 adapters and, on records on which no live ones were measured, candidates that were kept (`fresh/`). A domain
 that the base serves already gets adapters with a publication only where they are surely better, by nine
-tenths. Where nothing is published, a domain goes to the base if what serves likely stands below it, and
-gets its adapters back if, by what live ones did on three new records or more, these are surely better.
-"Probably" is likelier than not, less than a publication asks for: with the base alone no domain stands below
-it.
+tenths, as soon as three records of it are known; with fewer the question is not asked. Where nothing is
+published, a domain goes to the base if what serves likely stands below it, and gets its adapters back if,
+by what live ones did on three new records or more, these are surely better. "Probably" is likelier than
+not, less than a publication asks for: with the base alone no domain stands below it.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 10 % of updates pass, with a loss of .03 tokens per step
@@ -268,7 +268,7 @@ def _left_out(found: Verdict, choice: Choice, prospect: Prospect, beside: str) -
     """
     if choice.kind == "base":
         why = "The domain would probably stand below the draft without any adapter, which serves it"
-        if not prospect.is_below_base:
+        if prospect.aside and not prospect.is_below_base:
             why = "That adapters do better than the draft alone is not likely enough; it goes on serving"
         return replace(found, decision="keep", reason=f"{why}: {beside}.")
     why = "It is likely to harm this domain"
