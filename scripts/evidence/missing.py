@@ -112,6 +112,8 @@ def served(whole: Whole) -> str:
         [name for name in names if SERVED in whole["patterns"].get(name, {})]
         for names in (ORDERS, sorted(name for name in whole["patterns"] if name.startswith(ONLY)))
     )
+    if not done and whole["settings"].get("target") == "mini":
+        return "Further updates: the default of an independent draft model makes none."
     if not done:
         but = f"on no traffic of several domains, only with {listed(map(title_of, alone))}"
         return f"The default with further updates ({title}): {but if alone else 'on no traffic at all'}."
