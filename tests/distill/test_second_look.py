@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from test_judge import Figures, Together, by_tensors, loop_of
 from test_together import TOKENS, counts_of
 
-from moedraft.core import SHARED, Domain, StorageError
+from moedraft.core import SHARED, Domain, GateDecision, StorageError
 from moedraft.distill.fresh.beside_base import BesideBase, SeenRecord, some_of
 from moedraft.distill.fresh.new_records import MOST
 from moedraft.distill.fresh.second_look import SecondLook
@@ -313,6 +313,31 @@ def test_what_an_expert_did_that_is_thrown_away_does_not_count(store: Store) -> 
     store.replay.add([*fresh(2, first=600_000), *fresh(2, "prose", 700_000)])
     look.gather()
     assert beside(look) == {"code": (2, 0.1), "prose": (5, 0.2)}, "of code the shared adapter's alone"
+
+
+def test_nor_does_what_it_did_where_a_domain_loses_its_expert_without_having_learned(store: Store) -> None:
+    look = SecondLook(Figures(by_tensors), store, BesideBase(Figures(by_tensors), store))
+    store.replay.add([*fresh(5), *fresh(5, "prose", 400_000)])
+    kept(look, SHARED, "code", "prose")
+    store.replay.add([*fresh(4, first=200_000), *fresh(3, "prose", 500_000)])
+    look.gather()
+    verdicts = {SHARED: Verdict("promote"), "prose": Verdict("reset")}
+    look.settled([candidate(SHARED, 0.1)], verdicts, store.replay.last_id())
+    assert beside(look) == {"code": (4, 0.2)}
+
+
+@pytest.mark.parametrize(("decision", "better"), [("discard", 0.5), ("keep", 0.05)])
+def test_an_expert_that_learns_alone_takes_no_other_domains_figures_along(
+    store: Store, decision: GateDecision, better: float
+) -> None:
+    look = SecondLook(Figures(by_tensors), store, BesideBase(Figures(by_tensors), store))
+    store.replay.add([*fresh(5), *fresh(5, "prose", 400_000)])
+    kept(look, SHARED, "code", "prose")
+    store.replay.add([*fresh(4, first=200_000), *fresh(3, "prose", 500_000)])
+    look.gather()
+    verdict = Verdict(decision, better=better)
+    look.settled([candidate("code", 0.1)], {"code": verdict}, store.replay.last_id())
+    assert beside(look) == {"prose": (3, 0.2)}
 
 
 def test_a_domain_that_the_line_has_not_learned_says_nothing_of_it(store: Store) -> None:

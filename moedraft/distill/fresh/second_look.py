@@ -64,7 +64,7 @@ class SecondLook:
         if name not in verdicts or verdicts[name].decision != "keep":
             self._lines.pop(name, None)
             if name not in verdicts or not verdicts[name].is_published:
-                self._forget_beside(None if name == SHARED else name)
+                self._forget_beside(name)
             return
         shared = self._version(SHARED, made[name])
         line = self._lines.get(name)
@@ -73,7 +73,7 @@ class SecondLook:
         line.made, line.last_id = made, last_id
         if verdicts[name].better <= 1 - SURE:  # what did harm says nothing of what is trained on from it
             line.seen.clear()
-            self._forget_beside(None if name == SHARED else name)
+            self._forget_beside(name)
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {prompt_of(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
@@ -125,9 +125,10 @@ class SecondLook:
             base = some_of(found[0], new)
         self.beside.note_kept(domain, chosen, Seen(base, some_of(found[1], new)))
 
-    def _forget_beside(self, domain: str | None = None) -> None:
+    def _forget_beside(self, name: str = SHARED) -> None:
+        """Forget what candidates for this adapter did beside the base; all domains have the shared one."""
         if self.beside is not None:
-            self.beside.forget_kept(domain)
+            self.beside.forget_kept(None if name == SHARED else name)
 
     def seen(self, candidate: Candidate) -> dict[str, Seen]:
         """By domain, what the line shows that `candidate` goes on from; empty where there is none."""

@@ -13,7 +13,7 @@ ENOUGH = 3  # records of a domain that may be left to the base alone
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to the draft base alone …
 LIKELY_HARM = 0.75  # … or, where no update is published, from which it is left to the base …
-STAYS_LEFT = 0.1  # … or, at a publication, above which the base alone goes on serving where it does now …
+STAYS_ASIDE = 0.1  # … or, at a publication, above which a domain that the base alone serves stays with it …
 SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
 
 # The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
@@ -90,7 +90,7 @@ class Prospect:
     def yields_to_base(self) -> bool:
         """Whether the base alone should draft instead, or go on drafting."""
         if self.aside:
-            return self.beside is not None and self.beside.worse > STAYS_LEFT
+            return self.beside is not None and self.beside.worse > STAYS_ASIDE
         return self.is_below_base
 
 
@@ -102,6 +102,7 @@ class Choice:
 
 
 def _with(static: Measured, after: Measured, seen: Seen | None) -> tuple[Measured, Measured]:
+    """Both, each followed by what was seen of it on other records."""
     if seen is None:
         return static, after
     return joined([static, seen.before]), joined([after, seen.after])

@@ -49,7 +49,7 @@ from moedraft.distill.judging.options import (
     ENOUGH,
     KINDS,
     LIKELY_HARM,
-    STAYS_LEFT,
+    STAYS_ASIDE,
     Choice,
     Kind,
     Options,
@@ -84,7 +84,7 @@ def decide_together(
         below = known and is_below(standing[name], LIKELY_HARM)
         aside = choice.kind == "base" if goes else below
         seen = options.aside and options.stood is not None and options.stood.before.records >= ENOUGH
-        back = not goes and seen and standing[name].worse <= STAYS_LEFT
+        back = not goes and seen and standing[name].worse <= STAYS_ASIDE
         if options.new is not None or aside or back or (choice.kind == "none" and goes):
             before = kept.get(name, 0)
             found = bounded(_of_expert(options, choice, prospects[name], whole), before)
