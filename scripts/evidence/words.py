@@ -13,15 +13,19 @@ MODELS = {
     "mini": "the embedded toy pair, whose draft is an independent model of a million weights that has "
     "read such texts already",
 }
-OTHER_PAGE = {
-    "smollm2": " What the default does as it is published now stands on "
-    "[evidence-served](evidence-served.md); more arrangements with nearly this gate, at full strength, on "
-    "[evidence-turns](evidence-turns.md); arrangements without a gate, and the paper's experiments, on "
-    "[evidence](evidence.md). A stream of 960 requests: [evidence-long](evidence-long.md). The same with an "
-    "independent draft model: [evidence-mini-served](evidence-mini-served.md).",
-    "mini": " As such a draft learns now: [evidence-mini-served](evidence-mini-served.md); older runs, with "
-    "the paper's objectives and answers: [evidence-mini](evidence-mini.md). On a real model, as the default "
-    "is published now: [evidence-served](evidence-served.md).",
+OTHER_PAGES = {  # by the target; what stands on them, and their names
+    "smollm2": {
+        "evidence-served": "What the default does as it is published now",
+        "evidence-turns": "More arrangements with nearly this gate, at full strength",
+        "evidence": "Arrangements without a gate, and the paper's experiments",
+        "evidence-long": "A stream of 960 requests",
+        "evidence-mini-served": "The same with an independent draft model",
+    },
+    "mini": {
+        "evidence-mini-served": "As such a draft learns now",
+        "evidence-mini": "Older runs, with the paper's objectives and answers",
+        "evidence-served": "On a real model, as the default is published now",
+    },
 }
 TITLES = {  # by the folder of the results
     "evidence-served": "Does learning pay? The default as it is published now",
@@ -41,8 +45,14 @@ def introduction(target: str, results: str) -> str:
         "comparisons are computed from them, reasons and how it was measured are written by hand. "
         "Arrangements of adapters learn from the same requests, in the same order "
         f"and with as many updates, on {MODELS.get(target, target)}. They differ in who learns from what."
-        + OTHER_PAGE.get(target, "")
+        + other_pages(target, Path(results).name)
     )
+
+
+def other_pages(target: str, page: str) -> str:
+    """Where else to read, without the page that is being written."""
+    pages = OTHER_PAGES.get(target, {})
+    return "".join(f" {what}: [{name}]({name}.md)." for name, what in pages.items() if name != page)
 
 
 SERVED_RESULTS = "evidence-served"

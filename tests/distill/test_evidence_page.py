@@ -335,6 +335,16 @@ def test_pages_in_docs_point_to_what_lies_beside_them() -> None:
     assert "](../../docs/benchmarks.md#experts)" in document.pointed(text, docs.parent / "results" / "any")
 
 
+@pytest.mark.parametrize("target", ["smollm2", "mini"])
+def test_a_page_names_the_other_pages_but_not_itself(target: str) -> None:
+    words, docs = load_script("evidence.words"), Path(__file__).parents[2] / "docs"
+    pages = words.OTHER_PAGES[target]
+    assert all((docs / f"{page}.md").exists() and page in words.TITLES for page in pages)
+    for page in pages:
+        named = set(re.findall(r"\]\((\S+)\.md\)", words.introduction(target, f"results/{page}")))
+        assert named == pages.keys() - {page}
+
+
 def test_the_printed_commands_name_the_pages_in_docs() -> None:
     text = document.COMMANDS.replace("\\\n", "")
     lines = [line.split("#")[0].strip() for line in text.splitlines() if "evidence.py" in line]
