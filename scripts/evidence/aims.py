@@ -11,11 +11,10 @@ from evidence.arrangements import (
     ARRANGEMENTS,
     GATED,
     LEAN,
-    ONE_ADAPTER,
     ONE_WIDE,
-    ONE_WIDE_GATED,
     ONLINE,
     ONLINE_GATED,
+    OTHER_WIDE,
     SERVED,
     WITHHELD_GATED,
 )
@@ -37,10 +36,8 @@ FORGOTTEN = 0.01  # first guesses that a silent domain may lose
 CHEAP = 0.05  # of the target's operations, that learning may take
 MOVING = ("shift", "one-by-one", "drift", "new-domain")
 # What the default is compared with, with one update for each window and with further ones.
-RIVALS = {GATED: ONLINE, SERVED: (ONE_WIDE, "mixed-replay:further", WITHHELD_GATED)}
-AS_SAFE = {GATED: ONLINE_GATED, SERVED: (ONE_WIDE_GATED, WITHHELD_GATED)}  # of these, with the gate as well
-# Online arrangements of which there is no form with further updates.
-NEVER_FURTHER = tuple(name for name in ONLINE if name != ONE_ADAPTER)
+RIVALS = {GATED: ONLINE, SERVED: (ONE_WIDE, WITHHELD_GATED, *OTHER_WIDE)}
+AS_SAFE = {GATED: ONLINE_GATED, SERVED: (WITHHELD_GATED, *OTHER_WIDE)}  # of these, with the gate as well
 HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
 SOME = " beside those that were run"
 UPDATES = {GATED: "with one update for each window", SERVED: "with further updates"}
@@ -161,22 +158,17 @@ def _beside(found: Sequence[tuple[str, str, Whole]], patterns: int) -> str:
     )
 
 
-def _others(name: str, rivals: Rivals) -> Sequence[str]:
-    """All online arrangements that the default could stand beside."""
-    return (*rivals[name], *(NEVER_FURTHER if name == SERVED and rivals is RIVALS else ()))
-
-
 def _not_run(name: str, rivals: Rivals, found: Iterable[tuple[str, str, Whole]]) -> list[str]:
     """A sentence on those that the default stands beside on no pattern; none where there is no such one."""
     there = {rival for _, rival, _ in found}
-    lacking = [_kind(rival) for rival in _others(name, rivals) if rival not in there]
+    lacking = [_kind(rival) for rival in rivals[name] if rival not in there]
     return [f"Not run {UPDATES[name]} beside it: {'; '.join(lacking)}."] if lacking else []
 
 
 def _everywhere(name: str, rivals: Rivals, found: Iterable[tuple[str, str, Whole]]) -> bool:
     """Whether the default stands beside all others on each pattern on which it does so beside one."""
     pairs = {(pattern, rival) for pattern, rival, _ in found}
-    return bool(pairs) and all((p, rival) in pairs for p, _ in pairs for rival in _others(name, rivals))
+    return bool(pairs) and all((p, rival) in pairs for p, _ in pairs for rival in rivals[name])
 
 
 def _kind(name: str) -> str:

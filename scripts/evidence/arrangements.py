@@ -99,7 +99,9 @@ OF_WITHHELD = {
     WITHHELD_GATED: ONE_WIDE_GATED,
 }  # the same, serving everybody
 LISTS = "lists+gate:wide"  # one adapter in all but name: its domains have lists of their own
-WIDE_RIVALS = (*OF_WITHHELD.values(), *OF_WITHHELD, LISTS)  # of the default
+LATEST_WIDE, SEPARATE_WIDE, TURNS_WIDE = "latest-window+gate:wide", "separate+gate:wide", "turns+gate:wide"
+OTHER_WIDE = (LATEST_WIDE, SEPARATE_WIDE, TURNS_WIDE, LISTS)
+WIDE_RIVALS = (*OF_WITHHELD.values(), *OF_WITHHELD, *OTHER_WIDE)  # of the default
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 SERVED_EQUAL_COST = "joint+gate:wide:equal-cost"
 _ALL = (
@@ -178,6 +180,36 @@ _ALL = (
         least=True,
         further=2,
     ),
+    Arrangement(
+        LATEST_WIDE,
+        "one wide adapter, latest window, with gate, withheld from new domains, further updates",
+        OneTrainer,
+        False,
+        True,
+        gate=True,
+        plan={"replayed": 0.0},
+        shared=WIDE,
+        further=2,
+        withheld=True,
+    ),
+    Arrangement(
+        SEPARATE_WIDE,
+        "separate wide experts, with gate, further updates",
+        SeparateTrainer,
+        True,
+        True,
+        gate=True,
+        shared=WIDE,
+        further=2,
+    ),
+    Arrangement(
+        TURNS_WIDE,
+        "shared and experts in turns, with gate, wide, further updates",
+        TurnsTrainer,
+        gate=True,
+        shared=WIDE,
+        further=2,
+    ),
     Arrangement(SERVED, "joint, with gate, wide, further updates", gate=True, shared=WIDE, further=2),
     Arrangement(
         SERVED_EQUAL_COST,
@@ -220,7 +252,7 @@ FURTHER = (
     "joint:wide",
     SERVED,
 )
-TABLED_FURTHER = (*FURTHER[:-1], *OF_WITHHELD, LISTS, SERVED)  # the default comes last
+TABLED_FURTHER = (*FURTHER[:-1], *OF_WITHHELD, *OTHER_WIDE, SERVED)  # the default comes last
 
 
 def at_full_strength(name: str) -> Arrangement:

@@ -15,10 +15,14 @@ from evidence.arrangements import (
     GATED,
     JOINT,
     LATEST,
+    LATEST_WIDE,
     LISTS,
     ONE_WIDE,
+    OTHER_WIDE,
+    SEPARATE_WIDE,
     SERVED,
     STATIC,
+    TURNS_WIDE,
     WITHHELD_GATED,
 )
 from evidence.figures import Runs
@@ -43,10 +47,13 @@ COLOURS = {
     NARROW: "#e589b4",
     ONE_WIDE: "#8c5a14",  # the rivals of the last one, which learn as often
     WITHHELD_GATED: "#2f8f9d",
+    LATEST_WIDE: "#d98c7a",
+    SEPARATE_WIDE: "#7a5195",
+    TURNS_WIDE: "#5d8a66",
     LISTS: "#8fb339",
     SERVED: "#c2187a",
 }
-AS_SERVED = (ONE_WIDE, WITHHELD_GATED, LISTS, SERVED)  # the default, and its rivals, with further updates
+AS_SERVED = (ONE_WIDE, WITHHELD_GATED, *OTHER_WIDE, SERVED)  # the default and its rivals
 Draw = Callable[[Any, Runs, str], None]
 
 

@@ -8,12 +8,12 @@ from evidence.arrangements import (
     JOINT,
     LATEST,
     LEAN,
-    LISTS,
     MAIN,
     ONE_ADAPTER,
     ONE_WIDE,
     ONE_WIDE_GATED,
     ONLINE_GATED,
+    OTHER_WIDE,
     RESTARTED,
     RESUMED,
     SERVED,
@@ -48,7 +48,9 @@ PARTS: dict[str, list[Job]] = {
     ],
     "gated": [(pattern, name) for pattern in USUAL for name in (STATIC, *ONLINE_GATED, GATED)],
     "withheld": [
-        (pattern, name) for pattern in ORDERS for name in (STATIC, WITHHELD, WITHHELD_GATED, LISTS, SERVED)
+        (pattern, name)
+        for pattern in ORDERS
+        for name in (STATIC, WITHHELD, WITHHELD_GATED, *OTHER_WIDE, SERVED)
     ],
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, ONE_WIDE, SERVED)],
     "objectives": [("steady", n) for n in (STATIC, *OBJECTIVES, "mixed-replay:jsd", "joint+gate:jsd")],

@@ -10,10 +10,10 @@ from evidence.arrangements import (
     EQUAL_STEPS,
     FURTHER,
     GATED,
-    LISTS,
     ONE_GATED,
     ONE_WIDE,
     ONE_WIDE_GATED,
+    OTHER_WIDE,
     SERVED,
     SERVED_EQUAL_COST,
     STATIC,
@@ -102,7 +102,7 @@ def finding(whole: Whole) -> str:
 
 def both(whole: Whole) -> str:
     """The default beside one adapter as large, without the gate and with it."""
-    rivals = (ONE_WIDE, ONE_WIDE_GATED, WITHHELD_GATED, LISTS)
+    rivals = (ONE_WIDE, ONE_WIDE_GATED, WITHHELD_GATED, *OTHER_WIDE)
     return " ".join(found for one in rivals if (found := beside(whole, one)))
 
 
