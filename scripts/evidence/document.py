@@ -29,6 +29,7 @@ from evidence.words import (
     COMMANDS,
     DASH,
     IN_SHORT,
+    OF_INDEPENDENT,
     SERVED_RESULTS,
     cells,
     difference,
@@ -99,7 +100,9 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
 def in_short(target: str, out: Path) -> str:
     """What was found of the default as it is published now, on the other pages of the same model."""
     file = out.parent / SERVED_RESULTS / "summary.json"
-    if target == "mini" or out.name == SERVED_RESULTS or not file.exists():
+    if target == "mini":
+        return OF_INDEPENDENT
+    if out.name == SERVED_RESULTS or not file.exists():
         return ""
     as_served = json.loads(file.read_text(encoding="utf-8"))
     return IN_SHORT.format(beside=served.both(as_served), verdict=won.told(as_served))

@@ -20,9 +20,9 @@ WITH_GATE = (
     "online were run with the gate as well where a row says so, with one update for each window, and one "
     "wide adapter with further ones. Where one adapter was not run withheld from domains of which nothing "
     "was learned yet, [what it would give](evidence-served.md#what-decides-who-the-default-is) is computed. "
-    "One adapter on the latest window, separate experts, and shared and experts in turns were not run "
-    "with the gate: without it they are below joint learning on most traffic, and a gate publishes less, "
-    "not better."
+    "One adapter on the latest window, separate experts, and shared and experts in turns were not run with "
+    "the gate and one update for each window; in the form that serves they were, with [some of the "
+    "traffic](evidence-served.md#with-further-updates)."
 )
 SHARED_ALONE = (
     "*Shared alone* is no arrangement of its own: without experts, joint learning is one adapter on mixed "

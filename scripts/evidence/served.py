@@ -39,8 +39,9 @@ from moedraft.distill.joint.joint_loop import MOST_AGAIN
 Whole = dict[str, Any]
 REASONS = (
     "Where one adapter without a gate is ahead, part of it is the gate of the default, which publishes "
-    "joint updates late for safety's sake{gated}, part that an expert drafts from [a shorter list of its "
-    "own](experiments.md#how-long-an-experts-own-list-is), and part that a step of one adapter computes "
+    "joint updates late for safety's sake{gated}, part that an expert drafts from [a list of its own, "
+    "shorter than that adapter's](experiments.md#how-long-an-experts-own-list-is), without the tokens of the "
+    "text beside it in these runs, and part that a step of one adapter computes "
     "more: with about as many operations both are level over [a long stream](evidence-long.md). With "
     "twelve domains, where an expert learns from few rows of each step, one adapter stays ahead "
     "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)); with many records of each "

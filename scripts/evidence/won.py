@@ -28,18 +28,18 @@ HEAD = (
 )
 ABOUT = (
     "## What decides who the default is\n\n"
-    "First that nobody loses, then what is gained: an operator who turns learning on must not fear for "
-    "a domain. This order of the two is a choice, made when these figures were known; by what is gained "
-    "alone the last columns decide. All of these make further updates, with a wide shared adapter or "
-    "one adapter as large. *Lost more than .01*: of first guesses, against static, at any measurement "
-    "on the way or in the end, and surely something by its interval, with every seed, which is not "
-    "corrected for how many there are. What a rival has beside the default: on how many patterns it is "
-    "surely better, level as far as can be told, and surely worse. The default leaves domains with "
-    f"fewer than {TAUGHT} records to the draft base alone. *Withheld from new domains*: one adapter that "
-    "is withheld likewise. Where that was not run, it is computed from the runs without it, since what an "
-    "adapter learns does not depend on whom it serves; then what its gate, where it has one, would have said "
-    "of leaving a domain to the base is not known, and held-out prompts count by their true domain, where a "
-    "router takes a few for another."
+    "First that nobody loses, then what is gained: an operator who turns learning on must not fear for a "
+    "domain. This order of the two is a choice, made when these figures were known; by what is gained alone"
+    " the last columns decide. All of these make further updates, with a wide shared adapter or one adapter"
+    " as large. *Lost more than .01*: of first guesses, against static, at any measurement on the way or in"
+    " the end, by the mean of the seeds, and surely something by its interval, whether all seeds agree or "
+    "not; intervals are not corrected for how many there are. What a rival has beside the default: on how "
+    "many patterns it is surely better, level as far as can be told, and surely worse. The default leaves "
+    f"domains with fewer than {TAUGHT} records to the draft base alone. *Withheld from new domains*: one "
+    "adapter that is withheld likewise. Where that was not run, it is computed from the runs without it, "
+    "since what an adapter learns does not depend on whom it serves; then what its gate, where it has one, "
+    "would have said of leaving a domain to the base is not known, and held-out prompts count by their true"
+    " domain, where a router takes a few for another."
 )
 
 
@@ -74,8 +74,8 @@ AHEAD = (
     "patterns and worse on none."
 )
 STAYS = (
-    "Of those that harm nobody none is surely better than the default on one pattern without being worse on "
-    "another. So by this order of the two the default is what won."
+    "No rival that harms nobody is surely better than the default anywhere, unless it is surely worse "
+    "elsewhere. So by this order of the two the default is what won."
 )
 
 
@@ -121,7 +121,7 @@ def harmed(one: Entry, patterns: Sequence[str]) -> list[str]:
         pattern
         for pattern in patterns
         if any(
-            low["verdict"] == "worse" and low["value"] < -lows.WORST
+            low["high"] < 0 and low["value"] < -lows.WORST
             for low in lows.points(one.patterns[pattern]).values()
         )
     ]
