@@ -18,13 +18,23 @@ class LogitBuffer:
 
     def put(self, logits: torch.Tensor, step: int, most: int) -> None:
         """Keep logits [B, V] of one step of a round that has at most `most` steps."""
-        rows, vocab = logits.shape
-        kept = self._kept
+        self._place(logits, logits.shape[1], step, most).copy_(logits)
+
+    def put_listed(self, logits: torch.Tensor, names: torch.Tensor, vocab: int, step: int, most: int) -> None:
+        """The same of logits [B, v] that stand for the tokens names int64 [B, v] of V = `vocab`.
+
+        All other tokens get −inf.
+        """
+        _spread(logits, names, self._place(logits, vocab, step, most))
+
+    def _place(self, logits: torch.Tensor, vocab: int, step: int, most: int) -> torch.Tensor:
+        """Memory for one step, [B, V]."""
+        rows, kept = len(logits), self._kept
         fits = kept.dtype == logits.dtype and kept.device == logits.device and kept.shape[2] == vocab
         if not fits or self._kept.shape[0] < rows or self._kept.shape[1] < most:
             assert step == 0, "the buffer was made for the whole round"
             self._kept = logits.new_empty(rows, most, vocab)
-        self._kept[:rows, step] = logits
+        return self._kept[:rows, step]
 
     def of(self, rows: int, steps: int) -> torch.Tensor:
         return self._kept[:rows, :steps]
@@ -39,6 +49,7 @@ class Drawing:
         self.lses: list[torch.Tensor] = []
         self.cuts: list[Cuts | None] = []
         self.confidences: list[list[float]] = []
+        self._given = self._ascending = self._order = torch.empty(0)  # of a list; the same in all steps
 
     @property
     def steps(self) -> int:
@@ -62,18 +73,41 @@ class Drawing:
         """
         sampling = self.rows.sampling
         if names is not None and not sampling.greedy:
-            every = logits.new_full((len(logits), vocab_size), -torch.inf)
-            logits, names = every.scatter_reduce_(1, names.expand_as(logits), logits, "amax"), None
+            logits, names = self._sampled_from(logits, names, vocab_size)
         filtered, cuts = limited(logits, sampling)
         drawn, lse, chances = draw(filtered, cuts, sampling, self.positions, is_listed=names is not None)
         if self.keeps:
-            self.buffer.put(filtered, self.steps, max(self.limits))
+            self._keep(filtered, names, vocab_size)
         self.tokens.append(
             drawn if names is None else names.expand_as(logits).gather(1, drawn[:, None])[:, 0]
         )
         self.lses.append(lse)
         self.cuts.append(cuts)
         self.confidences.append(chances)
+
+    def _sampled_from(
+        self, logits: torch.Tensor, names: torch.Tensor, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits and names to sample from: on a CPU the list with its tokens in ascending order.
+
+        In this order a seed draws what it would draw from the whole vocabulary, which takes far longer to
+        read. Kernels would have to be compiled for each length of a list, and coupled sampling has a random
+        number for each token of the vocabulary, so both get that.
+        """
+        if self.rows.sampling.coupled or logits.device.type != "cpu":
+            return _spread(logits, names, logits.new_empty(len(logits), vocab_size)), None
+        if names is not self._given:
+            self._given, every = names, names.expand_as(logits)
+            self._order = torch.from_numpy(every.numpy().argsort(-1, kind="stable"))
+            self._ascending = every.gather(1, self._order)
+        return logits.gather(1, self._order), self._ascending
+
+    def _keep(self, logits: torch.Tensor, names: torch.Tensor | None, vocab_size: int) -> None:
+        step, most = self.steps, max(self.limits)
+        if names is None:
+            self.buffer.put(logits, step, most)
+        else:
+            self.buffer.put_listed(logits, names, vocab_size, step, most)
 
     def proposal(self, source: str, experts: list[str], versions: list[int]) -> Proposal:
         """Everything that was drawn; a row keeps no more than its limit."""
@@ -93,6 +127,12 @@ class Drawing:
             lse=torch.stack(self.lses, dim=1) if self.keeps else None,
             cuts=stacked(self.cuts) if self.keeps else None,
         )
+
+
+def _spread(logits: torch.Tensor, names: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Logits [B, v] of the tokens names [v] or [B, v], written to `whole` [B, V]; −inf for all others."""
+    # Of equal names all but one have −inf.
+    return whole.fill_(-torch.inf).scatter_reduce_(1, names.expand_as(logits), logits, "amax")
 
 
 def stacked(cuts: list[Cuts | None]) -> Cuts | None:

@@ -1,4 +1,4 @@
-"""Greedy drafts: the same from every way to draw them, and without a kernel where the vocabulary varies."""
+"""Drafts: the same from every way to draw them, and without a kernel where the vocabulary varies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from moedraft.core import SamplingParams
 from moedraft.drafting import drawing
-from moedraft.drafting.drawing import draw, most_likely, most_likely_there
+from moedraft.drafting.drawing import Drawing, LogitBuffer, draw, most_likely, most_likely_there
 from moedraft.kernels import sample_coupled, sample_draft
+from moedraft.sampling import SamplingBatch
 
 
 def logits_of(dtype: torch.dtype) -> torch.Tensor:
@@ -65,3 +67,42 @@ def test_from_a_list_of_tokens_nothing_is_compiled(
     sampling.temperature = torch.ones(len(logits))
     with pytest.raises(AssertionError, match="kernel"):
         draw(logits, None, sampling, [0] * len(logits), is_listed=True)
+
+
+def rows_of(sampling: SamplingBatch) -> Any:
+    tokens = [SimpleNamespace(token_ids=[1] * (3 + b)) for b in range(len(sampling.seed))]
+    return SimpleNamespace(sampling=sampling, sequences=tokens)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
+@pytest.mark.parametrize("same_list", [False, True])
+def test_a_token_is_drawn_from_a_list_as_from_the_whole_vocabulary(
+    same_list: bool, filters: dict[str, Any]
+) -> None:
+    """Also where the list is longer than a row's own, and its last tokens, those of the text, in any order.
+
+    So what one seed draws depends neither on the other rows of a batch nor on the order of a list.
+    """
+    generator = torch.Generator().manual_seed(8)
+    temperatures = (1.0, 0.0, 0.7, 1.0, 1.3, 1.0)
+    params = [SamplingParams(temperature=one, **(filters if one else {})) for one in temperatures]
+    sampling = SamplingBatch.of(params, [*range(40, 46)], torch.device("cpu"))
+    names = torch.stack([torch.randperm(90, generator=generator)[:30] for _ in params])
+    names[:, :20] = names[:, :20].sort(-1)[0]
+    names[:, 5] = names[:, 11]  # a place that is not in use has any name
+    logits = torch.randn(6, 30, generator=generator) * 2
+    logits[:, 8] = logits[:, 9]  # a tie
+    logits[:, 5] = -torch.inf
+    if same_list:
+        names = names[0]
+    whole = torch.full((6, 90), -torch.inf)
+    whole.scatter_reduce_(1, names.expand_as(logits), logits, "amax")
+    listed, every = (Drawing(rows_of(sampling), [2] * 6, LogitBuffer()) for _ in range(2))
+    for _ in range(2):
+        listed.draw(logits, names, 90)
+        every.draw(whole)
+    found, expected = (one.proposal("model", ["e"] * 6, [1] * 6) for one in (listed, every))
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert torch.equal(found.logits, expected.logits)
+    torch.testing.assert_close(found.lse, expected.lse)
+    torch.testing.assert_close(torch.tensor(found.confidences), torch.tensor(expected.confidences))
