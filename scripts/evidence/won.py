@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from evidence import boundaries, lows
-from evidence.arrangements import ARRANGEMENTS, ONE_WIDE, ONE_WIDE_GATED, SERVED
+from evidence.arrangements import ARRANGEMENTS, ONE_WIDE, ONE_WIDE_GATED, OTHER_WIDE, SERVED
 from evidence.streams import ONLY, POISONED, title_of
 from evidence.words import DASH, difference, how_many, listed, table
 from moedraft.distill.judging.judge import TAUGHT
 
 Whole = dict[str, Any]
-COMPARED = (ONE_WIDE, ONE_WIDE_GATED, SERVED)
+COMPARED = (ONE_WIDE, ONE_WIDE_GATED)  # run with most traffic, or to be computed
 WITHHELD = ", withheld from new domains"
 LIKE_ALL = ", further updates"  # of the titles, as all of these make them
 HEAD = (
@@ -49,16 +49,19 @@ class Entry:
 
     kind: str  # the title, without what all of these have
     patterns: dict[str, Whole]  # what was found, by pattern of traffic; poisoned ones are left out
+    is_everywhere: bool = True  # whether the patterns that all were run on are also chosen by this one
 
 
 def entries(whole: Whole) -> list[Entry]:
     """The rivals, each as it was run and withheld from new domains, and the default, which comes last."""
     sources = {"": whole["patterns"], WITHHELD: whole.get("withheld", {})}
     found = [
-        Entry(ARRANGEMENTS[name].title.removesuffix(LIKE_ALL) + more, _patterns(source, name))
+        Entry(_kind(name) + more, _patterns(source, name))
         for name in COMPARED
         for more, source in sources.items()
     ]
+    found += [Entry(_kind(name), _patterns(whole["patterns"], name), False) for name in OTHER_WIDE]
+    found += [Entry(_kind(SERVED), _patterns(whole["patterns"], SERVED))]
     return [entry for entry in found if entry.patterns]
 
 
@@ -96,7 +99,7 @@ def _run(whole: Whole) -> str:
         for name, one in of.items():
             if one["run"] and pattern not in POISONED:
                 counted = f"{title_of(pattern)} ({one['run']} of {how_many(one['seeds'], 'seed')})"
-                said.setdefault(ARRANGEMENTS[name].title.removesuffix(LIKE_ALL), []).append(counted)
+                said.setdefault(_kind(name), []).append(counted)
     found = "; ".join(f"*{title}* with {listed(patterns)}" for title, patterns in said.items())
     return f"Run withheld: {found}." if found else "All of it is computed here."
 
@@ -104,6 +107,10 @@ def _run(whole: Whole) -> str:
 def told(whole: Whole) -> str:
     """What follows from the table, by itself."""
     return verdict(entries(whole)) if _patterns(whole["patterns"], SERVED) else ""
+
+
+def _kind(name: str) -> str:
+    return ARRANGEMENTS[name].title.removesuffix(LIKE_ALL)
 
 
 def _patterns(source: Whole, name: str) -> dict[str, Whole]:
@@ -154,11 +161,11 @@ def _counted(found: Sequence[Whole | None]) -> str:
 
 def verdict(of: Sequence[Entry]) -> str:
     """On the patterns that all of them were run on: who harms nobody, and so who won. The default is last."""
-    default = of[-1]
-    common = [pattern for pattern in default.patterns if all(pattern in one.patterns for one in of)]
-    if not common:
+    default, most = of[-1], [one for one in of if one.is_everywhere]
+    common = [pattern for pattern in default.patterns if all(pattern in one.patterns for one in most)]
+    if len(most) < 2 or not common:
         return ""
-    hurt = {one.kind: harmed(one, common) for one in of}
+    hurt = {one.kind: harmed(one, common) for one in most}
     said = [f"*{kind}* on {len(found)}{_where(found)}" for kind, found in hurt.items()]
     safe = [kind for kind, found in hurt.items() if not found]
     if safe == [default.kind]:
@@ -171,7 +178,8 @@ def verdict(of: Sequence[Entry]) -> str:
         )
     else:
         won = "So the default does not keep its promise here."
-    where = f"On the {how_many(len(common), 'pattern')} of traffic that all of these were run on"
+    whom = "all of these were" if len(most) == len(of) else "one adapter and the default were all"
+    where = f"On the {how_many(len(common), 'pattern')} of traffic that {whom} run on"
     lost = "a domain lost more than .01 of its first guesses for a while"
     return f"{where}, {lost} with {'; with '.join(said)}. {won}".rstrip()
 

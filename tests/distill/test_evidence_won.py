@@ -148,3 +148,20 @@ def test_a_rival_that_harms_nobody_and_is_better_is_said_to_be_ahead() -> None:
     assert "has not won" not in level
     assert "the default is what won" in level
     assert "has not won" not in told(*runs, made_up("steady", ONE, 0, [0.4, 0.2, 0.7])), "it harms"
+
+
+def test_arrangements_that_were_run_with_some_traffic_stand_in_the_table_and_choose_no_patterns() -> None:
+    runs = [made_up(pattern, STATIC, 0, [0.4, 0.4, 0.4]) for pattern in ("steady", "drift")]
+    runs += [made_up(p, name, 0, [0.4, 0.5, 0.6]) for p in ("steady", "drift") for name in (SERVED, ONE)]
+    text = told(*runs, made_up("steady", arrangements.SEPARATE_WIDE, 0, [0.4, 0.5, 0.7]))
+    row = next(line for line in text.splitlines() if line.startswith("| separate wide experts"))
+    assert row.startswith("| separate wide experts, with gate | 1 | 0 |")
+    assert "On the 2 patterns of traffic that one adapter and the default were all run on" in text
+    assert "behind *separate wide experts, with gate*, which is surely better on some patterns" in text
+
+
+def test_harm_that_not_every_seed_shows_counts() -> None:
+    runs = [made_up("steady", STATIC, seed, [0.4, 0.4, 0.4]) for seed in (0, 1)]
+    runs += [made_up("steady", ONE, seed, [0.4, 0.5, 0.6]) for seed in (0, 1)]
+    runs += [made_up("steady", SERVED, 0, [0.4, 0.2, 0.6]), made_up("steady", SERVED, 1, [0.4, 0.41, 0.6])]
+    assert "the default does not keep its promise here" in told(*runs)
