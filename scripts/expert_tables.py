@@ -87,12 +87,14 @@ def note(found: dict[str, Any]) -> str:
     updates = f"{learned['updates']} updates" + (
         f" ({other} of the one adapter)" if other != learned["updates"] else ""
     )
+    rounds = found["settings"]["queue_rounds"]
+    often = "once" if rounds == "1" else f"{rounds} times"
     return (
         f"{said}SmolLM2-135M-Instruct on {seeds[0]['threads']} threads of a shared machine, {prompts} "
         f"held-out prompts of {domains} domains that the shipped drafter had not read, after "
         f"{learned['requests']} requests and {updates}; {count}, {found['date']}, "
         f"{same} token for token. Intervals are 95 %, over the prompts, at batch 1; batch 8 is queues of "
-        "these prompts, each answered a few times, and its interval is over these timings. The true domain "
+        f"these prompts, each answered {often}, and its interval is over these timings. The true domain "
         "of each prompt is given, so routing and the comparing of experts, both on by default, are not in "
         "these figures."
     )

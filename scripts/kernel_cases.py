@@ -32,10 +32,11 @@ from moedraft.kernels import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DECAY = 0.8  # by which base training multiplies the loss of a drafter's second step
-# entries of a block, warps, and stages: 3 is work on one block while the next two are copied
+# Entries of a block, warps, and stages: 3 is work on one block while the next two are copied. The first ones
+# leave room for one or two rows on a multiprocessor, so that a row's second reading can come from the cache.
 TILES = (
-    *((1024, 4, 3), (2048, 4, 3), (2048, 8, 1), (2048, 8, 2), (2048, 8, 3), (2048, 8, 4)),
-    *((4096, 8, 3), (4096, 16, 1), (4096, 16, 2), (4096, 16, 3), (8192, 16, 3), (8192, 32, 3)),
+    *((8192, 32, 3), (8192, 16, 3), (4096, 16, 3), (4096, 8, 3), (4096, 16, 2), (4096, 16, 1)),
+    *((2048, 8, 3), (2048, 8, 4), (2048, 8, 2), (2048, 8, 1), (2048, 4, 3), (1024, 4, 3)),
 )
 
 
