@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from scripts_loader import load_script
@@ -143,7 +144,8 @@ def test_figures_of_several_seeds_are_averaged(tables: ModuleType, tmp_path: Pat
         return {"all": part, "by_domain": {"sql": part}, **facts}
 
     (tmp_path / "smollm2").mkdir()
-    found = {"seeds": [seed(1.0), seed(2.0)], "date": "2026-01-01"}
+    found: dict[str, Any] = {"seeds": [seed(1.0), seed(2.0)], "date": "2026-01-01"}
+    found["settings"] = {"queue_rounds": "2"}
     (tmp_path / "smollm2" / "experts.json").write_text(json.dumps(found))
     filled = tables.filled(text, tmp_path)
     assert (
@@ -155,6 +157,12 @@ def test_figures_of_several_seeds_are_averaged(tables: ModuleType, tmp_path: Pat
     assert "a draft step costs 0.050 target steps by itself with the shared list of tokens" in filled
     assert "0.025 with an expert's own; checking five tokens costs 1.10; a round" in filled
     assert "takes 1.33 plain ones" in filled
+    assert "each answered 2 times, and its interval is over these timings" in filled
+    found["settings"]["queue_rounds"] = "1"
+    (tmp_path / "smollm2" / "experts.json").write_text(json.dumps(found))
+    once = tables.filled(text, tmp_path)
+    assert "| the drafter with experts | 2.00 | 0.50 (0.40–0.60) | 1.50 (1.00–2.00) | 1.50 |" in once
+    assert "each answered once, which is too few timings for an interval" in once
 
 
 def test_the_readme_is_short() -> None:
