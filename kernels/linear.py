@@ -60,26 +60,36 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, problem: Problem, backend: str, rows: int, hidden: Tensor, *layer: Any) -> Tensor:
         needs = ctx.needs_input_grad[3:]
         whole, dtype = Layer(*layer), computed_type(hidden)
-        ctx.arguments = problem, backend, rows, hidden, whole, dtype
+        # saved by PyTorch, which notices when one of them has been changed before it is read again
+        ctx.save_for_backward(hidden, *layer, problem.teacher, problem.ids, problem.logprobs)
+        ctx.arguments = problem._replace(teacher=None, ids=None, logprobs=None), backend, rows, dtype
+        ctx.types = [None if part is None else part.dtype for part in (hidden, *layer)]
         ctx.sums = _sums(hidden, whole, needs) if problem.reduce and any(needs) else None
         return _blocks(problem, backend, rows, hidden, whole, dtype, ctx.sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        problem, backend, rows, hidden, layer, dtype = ctx.arguments
         sums, factor = ctx.sums, upstream
         if sums is None:  # rows' losses, or a second backward
-            sums = _sums(hidden, layer, ctx.needs_input_grad[3:])
-            weighed = problem._replace(weight=problem.weight * upstream.to(problem.weight.dtype))
-            _blocks(weighed, backend, rows, hidden, layer, dtype, sums)
-            factor = torch.ones((), device=upstream.device)
+            sums, factor = _summed_again(ctx, upstream), torch.ones((), device=upstream.device)
         ctx.sums = None  # what it holds is changed now
         found = (
-            None if total is None else total.mul_(factor).to(part.dtype)
-            for total, part in zip(sums, (hidden, *layer), strict=True)
+            None if total is None else total.mul_(factor).to(dtype)
+            for total, dtype in zip(sums, ctx.types, strict=True)
         )
         return (None, None, None, *found)
+
+
+def _summed_again(ctx: Any, upstream: Tensor) -> Sums:
+    """The gradients for what comes from above, from logits that are computed once more."""
+    problem, backend, rows, dtype = ctx.arguments
+    hidden, *layer, teacher, ids, logprobs = ctx.saved_tensors
+    sums = _sums(hidden, Layer(*layer), ctx.needs_input_grad[3:])
+    weight = problem.weight * upstream.to(problem.weight.dtype)
+    weighed = problem._replace(teacher=teacher, ids=ids, logprobs=logprobs, weight=weight)
+    _blocks(weighed, backend, rows, hidden, Layer(*layer), dtype, sums)
+    return sums
 
 
 def _sums(hidden: Tensor, layer: Layer, needs: tuple[bool, ...]) -> Sums:

@@ -90,9 +90,10 @@ def linear_divergence(
     else is as for `divergence`. block_rows: rows of the logits that exist at a time; None: as many as fill
     32 MiB on a CPU and 256 MiB (bfloat16) on a GPU. Beside these it needs the gradients of what learns.
 
-    With reduction "none", and in a second backward, the logits are computed once more. torch.compile does not
-    look inside: its graph ends before the call, and the next one begins after it; with fullgraph=True it
-    refuses. Raises as `divergence` does.
+    With reduction "none", and in a second backward (retain_graph=True), the logits are computed once more:
+    RuntimeError where an argument has been changed in place since. torch.compile does not look inside: its
+    graph ends before the call, and the next one begins after it; with fullgraph=True it refuses. Raises as
+    `divergence` does.
     """
     check_layer(hidden, weight, bias, lora, block_rows)
     fused = "triton" if use_triton(backend, hidden) else "reference"

@@ -160,6 +160,44 @@ def test_it_is_differentiable_once_and_as_often_as_one_likes() -> None:
     assert torch.allclose(again, grad, rtol=1e-12)
 
 
+@pytest.mark.parametrize("changed", ["hidden", "weight", "bias", "a", "b", "teacher", "ids", "logprobs"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_was_changed_before_the_logits_are_computed_again_is_noticed(
+    reduction: str, changed: str, device: str
+) -> None:
+    """Rows' losses, and a second backward, would have the gradient of what is there now."""
+    parts = made(torch.float32, device)
+    ids, logprobs = top(parts["teacher"])
+    given: dict[str, Any] = {"teacher_logits": parts["teacher"]}
+    if changed in ("ids", "logprobs"):
+        given = {"teacher_topk": (ids, logprobs)}
+    loss = blocked(parts, reduction=reduction, **given)
+    if reduction == "mean":
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        {**parts, "ids": ids, "logprobs": logprobs}[changed].mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_a_scalar_loss_has_its_gradients_already(device: str) -> None:
+    """The first backward reads nothing again, so that a step of an optimiser before it changes nothing."""
+    parts = made(torch.float32, device)
+    wanted = gradients(parts, blocked(parts, teacher_logits=parts["teacher"]))
+    loss = blocked(parts, teacher_logits=parts["teacher"])
+    with torch.no_grad():
+        parts["weight"].mul_(2)
+    assert all(torch.equal(*pair) for pair in zip(gradients(parts, loss), wanted, strict=True))
+
+
+def test_a_second_backward_asks_for_the_graph_to_be_kept(device: str) -> None:
+    parts = made(torch.float32, device)
+    loss = blocked(parts, teacher_logits=parts["teacher"])
+    loss.backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own: it looks at what it hands over
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
