@@ -71,6 +71,18 @@ def check_divisor(divisor: float, reduction: str) -> None:
         raise ValueError(f'divisor belongs to reduction "sum", not to {reduction!r}.')
 
 
+def check_overwritable(student: Tensor) -> None:
+    """Check that a gradient can be written where the student's logits [..., V] are."""
+    reach = 0  # entries from the first one to the last one that the dimensions so far lead to
+    for stride, size in sorted(zip(student.stride(), student.shape, strict=True)):
+        if size > 1 and stride <= reach and student.numel():
+            raise ValueError(
+                "inplace_grad needs logits whose entries each have their own place in memory, "
+                "not expanded or overlapping ones; give it a copy, student_logits.contiguous()."
+            )
+        reach += stride * (size - 1)
+
+
 def check_tensors(
     student: Tensor, teacher: Tensor | None, topk: tuple[Tensor, Tensor] | None, mask: Tensor | None
 ) -> None:

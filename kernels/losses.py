@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .autograd import evaluate, untraced
 from .backends import Backend, use_triton
-from .divergence_inputs import check_layer, problem_of
+from .divergence_inputs import check_layer, check_overwritable, problem_of
 from .linear import Layer, computed_type, evaluate_linear
 
 Kind = Literal["fkl", "rkl", "jsd", "tvd"]
@@ -50,10 +50,12 @@ def divergence(
     0·(−inf) is 0: tokens that both sides exclude cost nothing. Where for fkl the teacher gives a token some
     probability and the student none (rkl: the other way round) the row's loss is +inf; its gradient is s − t
     for fkl, zero for rkl. inplace_grad=True overwrites student_logits with the gradient at once (it has no
-    effect under torch.compile). With it, and always with Triton, one backward per call is allowed. Raises
-    ValueError for shapes, types or a backend that do not fit, RuntimeError for a second backward or a second
-    derivative.
+    effect under torch.compile); their entries may not share memory, as expanded ones do. With it, and always
+    with Triton, one backward per call is allowed. Raises ValueError for shapes, types or a backend that do
+    not fit, RuntimeError for a second backward or a second derivative.
     """
+    if inplace_grad and not torch.compiler.is_compiling():
+        check_overwritable(student_logits)
     # float16 cannot hold small entries divided by the number of rows: they are divided in the backward
     late = reduction != "none" and student_logits.dtype == torch.float16
     how = ("sum" if late else reduction), (1.0 if late else divisor)

@@ -8,6 +8,7 @@ which is float32 throughout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -303,6 +304,44 @@ def test_a_double_backward_raises(backend: str, device: str) -> None:
     (grad,) = torch.autograd.grad(loss, student, create_graph=True)
     with pytest.raises(RuntimeError, match="not twice"):
         (loss + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda base: base[:1].expand(3, -1),  # rows
+        lambda base: base[:1].expand(2, 3, -1),
+        lambda base: base[:, :1].expand(-1, 40),  # a row's entries
+        lambda base: base[0].unfold(0, 20, 4),  # rows that begin in one another
+    ],
+)
+def test_logits_that_share_memory_cannot_be_overwritten(
+    share: Callable[[Tensor], Tensor], grad: bool, backend: str, device: str
+) -> None:
+    student = share(logits((2, 40), torch.float32, device, 1).requires_grad_(grad))
+    teacher = logits(tuple(student.shape), torch.float32, device, 2)
+    with pytest.raises(ValueError, match="inplace_grad needs logits whose entries each have their own place"):
+        kernels.divergence(student, teacher, inplace_grad=True, backend=backend)
+    kernels.divergence(student, teacher, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda base: base[:, ::2],
+        lambda base: base[1:].t(),
+        lambda base: base[:, None, :1].expand(-1, 1, -1),
+        lambda base: base[:0],
+        lambda base: base.expand(1, -1, -1),
+    ],
+)
+def test_control_other_views_are_overwritten(part: Callable[[Tensor], Tensor], device: str) -> None:
+    student = part(logits((3, 40), torch.float32, device, 1)).requires_grad_()
+    teacher = logits(tuple(student.shape), torch.float32, device, 2)
+    loss = kernels.divergence(student, teacher, inplace_grad=True)
+    (grad,) = torch.autograd.grad(loss, student)
+    assert torch.equal(student.detach(), grad)
 
 
 def test_without_gradient_nothing_is_overwritten(backend: str, device: str) -> None:
