@@ -1,6 +1,6 @@
 """Divergences between teacher and student in plain PyTorch, with the analytic gradient: the specification.
 
-Knows logits and top-k lists; nothing of where they come from. The Triton twin is `fused_divergence.py`.
+Knows logits and top-k lists; nothing of where they come from. The Triton twin is `divergence_kernels.py`.
 Arithmetic is float32 (float64 for float64 logits). Rows are processed in blocks that fit into a processor's
 cache, with a few buffers that all blocks share: no tensor of probabilities is as large as the logits.
 """

@@ -26,6 +26,7 @@ from moedraft.kernels import (
     block_kernels,
     coupled_kernels,
     cut_kernels,
+    divergence_kernels,
     fused_cut,
     fused_divergence,
     verify,
@@ -169,12 +170,12 @@ def losses(
     results = []
     for kind in kinds:
         if kind in ("fkl", "rkl"):
-            results.append(of(fused_divergence._kl, REVERSE=kind == "rkl", WANT_GRAD=True))
+            results.append(of(divergence_kernels._kl, REVERSE=kind == "rkl", WANT_GRAD=True))
         else:
-            results.append(of(fused_divergence._mixed, KIND=kind, WANT_GRAD=True))
+            results.append(of(divergence_kernels._mixed, KIND=kind, WANT_GRAD=True))
         for count in lists:
-            results.append(of(fused_divergence._topk, KIND=kind, KP=count, WANT_GRAD=True))
-    return [*results, of(fused_divergence._scale)]
+            results.append(of(divergence_kernels._topk, KIND=kind, KP=count, WANT_GRAD=True))
+    return [*results, of(divergence_kernels._scale)]
 
 
 def precisions() -> list[dict[str, Any]]:

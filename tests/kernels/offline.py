@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.compiler.compiler import ir
 
-from moedraft.kernels import fused_divergence, verify
+from moedraft.kernels import divergence_kernels, verify
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -57,7 +57,7 @@ def prepared(
     shown |= ({} if numbers == "bf16" else {"NUMBERS": numbers}) | ({} if draft is None else {"DRAFT": draft})
     types = TYPES | dict.fromkeys(LOGITS, f"*{numbers}") | {"draft": f"*{draft or numbers}"}
     if fusion is None:
-        fusion = FUSION or kernel.__module__ == fused_divergence.__name__
+        fusion = FUSION or kernel.__module__ == divergence_kernels.__name__
     signature: dict[str, str] = {}
     values: dict[tuple[int], Any] = {}
     hints: dict[tuple[int], Any] = {}
