@@ -1,6 +1,7 @@
 """Divergences between teacher and student in Triton: loss and gradient from logits, one program per row.
 
-    kl      forward and reverse KL: the logits are read twice, the gradient is written the second time
+    kl      forward and reverse KL: the logits are read twice, the gradient is written the second time; rows
+            whose loss is infinite are read once more
     mixed   JSD and TVD: the logits are read three times, the gradient is written the third time
     topk    any kind against a teacher's top-k with one bucket for all other tokens: the student's logits are
             read twice, a few of them once more
@@ -49,6 +50,29 @@ def _corrected(a, x_sum, y_sum, x_step, y_step):
 
 
 @triton.jit
+def _settled(
+    loss, s_row, s_stride, t_row, t_stride, x_lse, y_lse, inverse, REVERSE: tl.constexpr, V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The loss of `_kl`; where it is infinite, from the row once more.
+
+    A token that y alone excludes had some probability against the maximum of its time. Against the whole row
+    it may have none; then it costs nothing.
+    """
+    if loss == INF:
+        total = tl.zeros([BLOCK // 4], tl.float32)
+        for start in range(0, V, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            x, y = _load(t_row, offsets, t_stride, inverse, V), _load(s_row, offsets, s_stride, inverse, V)
+            if REVERSE:
+                x, y = y, x
+            probs = tl.exp(x - x_lse)
+            total += fours(probs * tl.where(probs == 0, 0.0, (x - x_lse) - (y - y_lse)))
+        loss = tl.sum(total, axis=0)
+    return loss
+
+
+@triton.jit
 def _kl(
     student, student_n, student_v, teacher, teacher_n, teacher_v, grad, grad_n, grad_v, weight, losses,
     inverse, REVERSE: tl.constexpr, WANT_GRAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,11 +108,11 @@ def _kl(
             a += fours(probs * tl.where(probs == 0, 0.0, gap))  # 0·(−inf) = 0
         x_total, y_total = tl.sum(x_sum, axis=0), tl.sum(y_sum, axis=0)
         x_log, y_log = tl.log(x_total), tl.log(y_total)
+        x_lse, y_lse = x_top + x_log, y_top + y_log
         loss = tl.sum(a, axis=0) / x_total - x_log + y_log
+        loss = _settled(loss, s_row, student_v, t_row, teacher_v, x_lse, y_lse, inverse, REVERSE, V, BLOCK)
         tl.store(losses + row, loss)
         if WANT_GRAD:
-            x_lse, y_lse = x_top + x_log, y_top + y_log
-            factor = scale * inverse
             for start in tl.range(0, V, BLOCK, num_stages=STAGES):
                 offsets = (V - 1) // BLOCK * BLOCK - start + tl.arange(0, BLOCK)
                 s = _load(s_row, offsets, student_v, inverse, V)
@@ -99,7 +123,7 @@ def _kl(
                     values = tl.where(loss == INF, 0.0, probs * tl.where(probs == 0, 0.0, gap))
                 else:
                     values = tl.exp(s - y_lse) - tl.exp(t - x_lse)
-                _store(grad + row * grad_n, offsets, grad_v, values * factor, V)
+                _store(grad + row * grad_n, offsets, grad_v, values * (scale * inverse), V)
 
 
 @triton.jit
