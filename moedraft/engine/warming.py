@@ -70,7 +70,7 @@ def lengths(longest: int, vocab_size: int) -> list[int]:
 
 
 def _rounds(engine: Engine, rows: int) -> None:
-    longest = engine.chooser.longest if engine.chooser.model is not None else 0
+    longest = engine.chooser.longest if engine.chooser.drafts else 0
     for length in lengths(longest, engine.vocab_size):
         for sampling in (GREEDY, SAMPLED, FILTERED):
             _run(engine, rows, length, sampling)

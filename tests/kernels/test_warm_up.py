@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from moedraft import kernels, sampling
 from moedraft.core import SamplingParams
 from moedraft.drafting import drawing
-from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine import verification, warming
@@ -149,6 +149,37 @@ def test_nor_is_it_with_a_feature_drafter(rule: str, variants: set[Variant]) -> 
     assert "cut" in {name for name, _, _ in known}
     serve(engine)
     assert variants - known == set()
+
+
+def lengths_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """How many tokens its rows draft while it is warmed up."""
+    found, run = set(), warming._run
+
+    def watched(engine: Engine, rows: int, length: int, *rest: Any, **named: Any) -> None:
+        found.add(length)
+        run(engine, rows, length, *rest, **named)
+
+    monkeypatch.setattr(warming, "_run", watched)
+    warm_up(engine, compiles=True)
+    return found
+
+
+def test_without_a_draft_model_plain_rounds_are_all(
+    variants: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TinyLM(random_table(11, 1))
+    engine = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector(), max_batch_size=8)
+    assert engine.chooser.longest > 0
+    assert lengths_of(engine, monkeypatch) == {0}
+    known = set(variants)
+    assert known
+    serve(engine)
+    assert variants - known == set()
+
+
+def test_control_with_one_there_are_others(variants: set[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("chain", 11)
+    assert lengths_of(engine, monkeypatch) == set(range(engine.chooser.longest + 1))
 
 
 @pytest.mark.parametrize("kind", ["FILTERED", "SAMPLED"])
