@@ -65,7 +65,7 @@ ABOUT = {
     "divergence": About(
         LOSS,
         "two log_softmaxes, products and their backward",
-        "base training",
+        "base training, by fkl; nothing calls the other kinds",
         "divergence",
         "teacher_topk",
         False,
@@ -73,7 +73,8 @@ ABOUT = {
     "linear and divergence": About(
         "each block: products, 1 kernel + small operations",
         "the output layer and the loss after it",
-        "updates with its whole output layer",
+        "updates of an independent draft model, through its frozen output layer; "
+        "nothing calls it with a teacher's logits",
         "linear_divergence",
     ),
 }

@@ -125,9 +125,10 @@ def topk_contenders(
 
 
 def dense_case(bench: Bench, kind: Kind, upstream: float = 1.0) -> Case:
-    """The loss of base training. upstream: its factor, which is 1 in a drafter's first step and less later.
+    """With fkl the loss of base training; the other kinds stand beside it, and nothing calls them.
 
-    Both sides' logits are read once at least, the gradient is written once.
+    upstream: its factor, which is 1 in a drafter's first step and less later. Both sides' logits are read
+    once at least, the gradient is written once.
     """
     read = 2 * bench.rows * bench.vocab * bench.dtype.itemsize
     count = bench.sets(read, 1)
@@ -191,7 +192,10 @@ def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
 
 
 def linear_dense_case(bench: Bench, rows: int, width: int) -> Case:
-    """The same from a teacher's hidden states: its logits are a third product, which all contenders make."""
+    """The same from a teacher's hidden states: its logits are a third product, which all contenders make.
+
+    Nothing calls it so; it stands here for a peer that does.
+    """
 
     def contenders() -> dict[str, Contender]:
         data, hidden, weight = layer(bench, rows, width)
