@@ -51,7 +51,8 @@ REASONS = (
     "it](evidence-served.md#what-decides-who-the-default-is)."
 )
 LISTS_DECIDE = (
-    "Where experts are ahead, it is by their lists: each guesses from the words of its own domain, so a "
+    "Where experts are ahead of one adapter with one list for all, most of that is their lists, as one "
+    "adapter with a list for each domain shows: each guesses from the words of its own domain, so a "
     "short list leaves wrong guesses out, and what it lacks stands mostly in the prompt's own text. One "
     "adapter needs a list of the words of all domains ([how this was "
     "found](experiments.md#tokens-of-the-text))."
