@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .autograd import Problem, block_rows
+from .autograd import Problem, block_rows, enlargement
 
 BYTES = {"cpu": 2**25, "cuda": 2**29}  # of the logits of one block, were they float32
 
@@ -72,7 +72,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         sums, factor = ctx.sums, upstream
         if sums is None:  # rows' losses, or a second backward
-            sums, factor = _summed_again(ctx, upstream), torch.ones((), device=upstream.device)
+            sums, factor = _summed_again(ctx, upstream)
         ctx.sums = None  # what it holds is changed now
         found = (
             None if total is None else total.mul_(factor).to(dtype)
@@ -81,15 +81,21 @@ class _Linear(torch.autograd.Function):
         return (None, None, None, *found)
 
 
-def _summed_again(ctx: Any, upstream: Tensor) -> Sums:
-    """The gradients for what comes from above, from logits that are computed once more."""
+def _summed_again(ctx: Any, upstream: Tensor) -> tuple[Sums, Tensor]:
+    """The gradients for what comes from above, from logits that are computed once more; and a factor of all.
+
+    float16 could not hold a gradient times a loss scaler's 65 536: there the largest of them is the factor.
+    """
     problem, backend, rows, dtype = ctx.arguments
     hidden, *layer, teacher, ids, logprobs = ctx.saved_tensors
     sums = _sums(hidden, Layer(*layer), ctx.needs_input_grad[3:])
-    weight = problem.weight * upstream.to(problem.weight.dtype)
+    factor = torch.ones((), dtype=upstream.dtype, device=upstream.device)
+    if dtype == torch.float16 and upstream.numel():
+        factor = upstream.abs().amax().clamp(min=torch.finfo(upstream.dtype).tiny)
+    weight = problem.weight * (upstream / factor).to(problem.weight.dtype)
     weighed = problem._replace(teacher=teacher, ids=ids, logprobs=logprobs, weight=weight)
     _blocks(weighed, backend, rows, hidden, Layer(*layer), dtype, sums)
-    return sums
+    return sums, factor
 
 
 def _sums(hidden: Tensor, layer: Layer, needs: tuple[bool, ...]) -> Sums:
@@ -127,10 +133,14 @@ def _blocks(
             states = hidden[block]
             low = None if layer.lora_a is None else states @ layer.lora_a.T
             logits = _logits(states, low, layer, buffer[: states.shape[0]])
-            part = _part(problem, logits, block)
-            losses[block] = block_rows(part, backend, None if sums is None else logits)
+            part, grad = _part(problem, logits, block), None if sums is None else logits
+            larger = enlargement(part, backend, grad)
+            if larger is not None:
+                larger = larger.amin()  # one number, since some products add up the rows
+                part = part._replace(weight=part.weight * larger)
+            losses[block] = block_rows(part, backend, grad)
             if sums is not None:  # the gradient lies now where the logits were
-                _add(sums, block, logits, states, low, layer)
+                _add(sums, block, logits, None if larger is None else 1 / larger, states, low, layer)
     return losses.mul_(problem.weight).sum() if problem.reduce else losses
 
 
@@ -153,25 +163,48 @@ def _part(problem: Problem, logits: Tensor, block: slice) -> Problem:
     )
 
 
-def _add(sums: Sums, block: slice, grad: Tensor, states: Tensor, low: Tensor | None, layer: Layer) -> None:
-    """What the gradient [n, V] of a block's logits adds to the gradients of everything that made them."""
-    back = None if layer.lora_b is None else grad @ layer.lora_b  # [n, r]
+def _add(
+    sums: Sums,
+    block: slice,
+    grad: Tensor,
+    factor: Tensor | None,
+    states: Tensor,
+    low: Tensor | None,
+    layer: Layer,
+) -> None:
+    """What the gradient [n, V] of a block's logits adds to the gradients of everything that made them.
+
+    factor: what it is still to be multiplied by; None: by nothing.
+    """
+    back = None if layer.lora_b is None else _product(grad, layer.lora_b, factor)  # [n, r]
     if sums.hidden is not None:
-        sums.hidden[block] = grad @ layer.weight
+        sums.hidden[block] = _product(grad, layer.weight, factor)
         if back is not None and layer.lora_a is not None:
-            sums.hidden[block] += back @ layer.lora_a
+            sums.hidden[block] += _product(back, layer.lora_a)
     if sums.weight is not None:
-        _add_product(sums.weight, grad.T, states)
+        _add_product(sums.weight, grad.T, states, factor)
     if sums.bias is not None:
-        sums.bias.add_(grad.sum(0, dtype=sums.bias.dtype))
+        added = grad.sum(0, dtype=sums.bias.dtype)
+        sums.bias.add_(added if factor is None else added * factor)
     if sums.lora_a is not None and back is not None:
         _add_product(sums.lora_a, back.T, states)
     if sums.lora_b is not None and low is not None:
-        _add_product(sums.lora_b, grad.T, low)
+        _add_product(sums.lora_b, grad.T, low, factor)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: Tensor | None = None) -> None:
+    if factor is None and total.dtype == a.dtype == b.dtype:
         total.addmm_(a, b)
     else:
-        total += a @ b
+        total += _product(a, b, factor)
+
+
+def _product(a: Tensor, b: Tensor, factor: Tensor | None = None) -> Tensor:
+    """a @ b; in float32 where one of them is float16, which cannot hold all sums of an enlarged gradient."""
+    if torch.float16 not in (a.dtype, b.dtype):
+        product = a @ b
+    elif a.dtype == b.dtype and a.device.type == "cuda":
+        product = torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        product = a.float() @ b.float()
+    return product if factor is None else product.mul_(factor)

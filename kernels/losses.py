@@ -49,14 +49,16 @@ def divergence(
 
     0·(−inf) is 0: tokens that both sides exclude cost nothing. Where for fkl the teacher gives a token some
     probability and the student none (rkl: the other way round) the row's loss is +inf; its gradient is s − t
-    for fkl, zero for rkl. inplace_grad=True overwrites student_logits with the gradient at once (it has no
-    effect under torch.compile); their entries may not share memory, as expanded ones do. With it, and always
-    with Triton, one backward per call is allowed. Raises ValueError for shapes, types or a backend that do
-    not fit, RuntimeError for a second backward or a second derivative.
+    for fkl, zero for rkl. inplace_grad=True overwrites student_logits with the gradient at once (in float16
+    with a multiple of it, until the backward; it has no effect under torch.compile); their entries may not
+    share memory, as expanded ones do. With it, and always with Triton, one backward per call is allowed.
+    Raises ValueError for shapes, types or a backend that do not fit, RuntimeError for a second backward or a
+    second derivative.
     """
     if inplace_grad and not torch.compiler.is_compiling():
         check_overwritable(student_logits)
-    # float16 cannot hold small entries divided by the number of rows: they are divided in the backward
+    # float16 cannot hold small entries divided by the number of rows: they are divided in the backward, where
+    # the factor is float32 (and where what they are stored enlarged by is taken back)
     late = reduction != "none" and student_logits.dtype == torch.float16
     how = ("sum" if late else reduction), (1.0 if late else divisor)
     problem = problem_of(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, *how)
