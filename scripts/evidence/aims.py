@@ -12,6 +12,7 @@ from evidence.arrangements import (
     GATED,
     LEAN,
     ONE_WIDE,
+    ONE_WIDE_GATED,
     ONLINE,
     ONLINE_GATED,
     OTHER_WIDE,
@@ -36,8 +37,11 @@ FORGOTTEN = 0.01  # first guesses that a silent domain may lose
 CHEAP = 0.05  # of the target's operations, that learning may take
 MOVING = ("shift", "one-by-one", "drift", "new-domain")
 # What the default is compared with, with one update for each window and with further ones.
-RIVALS = {GATED: ONLINE, SERVED: (ONE_WIDE, WITHHELD_GATED, *OTHER_WIDE)}
-AS_SAFE = {GATED: ONLINE_GATED, SERVED: (WITHHELD_GATED, *OTHER_WIDE)}  # of these, with the gate as well
+RIVALS = {GATED: ONLINE, SERVED: (ONE_WIDE, "mixed-replay:further", WITHHELD_GATED, *OTHER_WIDE)}
+AS_SAFE = {  # of these, with the gate as well
+    GATED: ONLINE_GATED,
+    SERVED: (ONE_WIDE_GATED, WITHHELD_GATED, *OTHER_WIDE),
+}
 HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
 SOME = " beside those that were run"
 UPDATES = {GATED: "with one update for each window", SERVED: "with further updates"}

@@ -190,7 +190,7 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
         counted = Counter(one["decision"] for one in update["outcomes"])
         assert update["decisions"] == counted
     # As many of the further updates as the gate allows.
-    if name.startswith(("joint+gate:further", "joint+gate:wide", "mixed-replay+gate:wide", "lists")):
+    if ARRANGEMENTS[name].gate and ARRANGEMENTS[name].further:
         assert 4 <= len(found["updates"]) <= 12
     else:
         assert len(found["updates"]) == expected.get(name, 4)

@@ -93,13 +93,14 @@ def test_who_was_there_is_told_by_pattern() -> None:
 
 
 def test_one_rival_with_further_updates_is_not_all_of_them() -> None:
-    """No arrangement without joint learning but one adapter makes further updates."""
+    """All that learn online could stand beside the default in the form that serves."""
     wide = [*of("steady", "mixed-replay:wide", 0.4, 0.5), *of("steady", "joint+gate:wide", 0.4, 0.6)]
     assert rows(*STATIC, *wide)[BEST] == (
         "held beside those that were run",
         "With further updates: on 1 of 1 pattern, beside one wide adapter. Not run with further updates "
-        "beside it: one adapter; one wide adapter, with gate, withheld from new domains; one adapter, latest "
-        "window; separate experts, classifier; shared and experts in turns.",
+        "beside it: one adapter; one wide adapter, with gate, withheld from new domains; one wide adapter, "
+        "latest window, with gate, withheld from new domains; separate wide experts, with gate; shared and "
+        "experts in turns, with gate, wide; one wide adapter, a list for each domain, with gate.",
     )
 
 
