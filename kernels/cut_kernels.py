@@ -26,8 +26,8 @@ REACH: tl.constexpr = tl.constexpr(
 @triton.jit
 def key_of(x, SHIFT: tl.constexpr):
     """uint32 in the order of float32 x, 0 and −0 alike. SHIFT: zeros that end the bits of such numbers."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where(x < 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> SHIFT
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 becomes 0
+    return (bits.to(tl.uint32, bitcast=True) ^ ((bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000)) >> SHIFT
 
 
 @triton.jit
@@ -35,6 +35,13 @@ def value_of(key, SHIFT: tl.constexpr):
     bits = key << SHIFT
     below = (bits | ((1 << SHIFT) - 1)) ^ 0xFFFFFFFF
     return tl.where(bits >= 0x80000000, bits ^ 0x80000000, below).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def shift_of(hi, lo, BINS: tl.constexpr):
+    """By how many bits the keys of [lo, hi] are shortened, so that there are at most BINS intervals."""
+    wide = ((hi - lo) >> tl.arange(0, 32).to(tl.uint32)) >= BINS
+    return tl.sum(wide.to(tl.int32), axis=0).to(tl.uint32)
 
 
 @triton.jit
@@ -119,8 +126,7 @@ def search(
     """
     floor, key, before, count, going = lo, hi, goal, tl.full([], 0, tl.int32), True
     while going:
-        shift = tl.sum((((hi - floor) >> tl.arange(0, 32).to(tl.uint32)) >= BINS).to(tl.int32), axis=0)
-        shift = shift.to(tl.uint32)
+        shift = shift_of(hi, floor, BINS)
         above, within, counts = measure(
             row, stride_v, V, best, inverse, hi, floor, shift, BY_COUNT, SHIFT, CHUNK, BINS, STAGES
         )
@@ -187,15 +193,12 @@ def by_mass(
     return value, last
 
 
-@triton.jit(do_not_specialize=["T"])
-def cut(
-    logits, stride_b, stride_k, stride_v, temperature, top_k, top_p, min_p, values, lasts, V, T,
+@triton.jit
+def cut_of(
+    row, stride_v, temperature, top_k, top_p, min_p, b, V,
     SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows), T of each sequence. A row's numbers do not depend on the rows around it."""
-    place = tl.program_id(0).to(tl.int64)
-    b = place // T
-    row = logits + b * stride_b + (place % T) * stride_k
+    """(value, last) of a row of sequence b."""
     warmth = tl.load(temperature + b).to(tl.float32)
     best = best_of(row, stride_v, V, CHUNK, STAGES)
     value, last = -INF, BIG
@@ -223,5 +226,26 @@ def cut(
                 floor = best + warmth * tl.log(least)
                 last = tl.where(floor > value, BIG, last)
                 value = tl.where(floor > value, floor, value)
-    tl.store(values + place, value)
-    tl.store(lasts + place, last)
+    return value, last
+
+
+@triton.jit(do_not_specialize=["T"])
+def cut(
+    logits, stride_b, stride_k, stride_v, temperature, top_k, top_p, min_p, stages, values, lasts, V, T,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows), T of each sequence. A row's numbers do not depend on the rows around it.
+
+    stages: of rows that several programs have read before; 0 where they have found the cut.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    wanted = True
+    if stages is not None:
+        wanted = tl.load(stages + place) > 0
+    if wanted:
+        row = logits + (place // T) * stride_b + (place % T) * stride_k
+        value, last = cut_of(
+            row, stride_v, temperature, top_k, top_p, min_p, place // T, V, SHIFT, CHUNK, BINS, STAGES
+        )
+        tl.store(values + place, value)
+        tl.store(lasts + place, last)

@@ -219,8 +219,8 @@ def arrives_last(arrivals, expected):
     """Whether this program is the last of `expected`; if so, it sees all that the others have stored.
 
     The barrier puts the stores of all of a program's threads before the counter's step, which releases them,
-    and which acquires those of the programs that have come before. Nobody waits for anybody. The sweep, a
-    launch before, sets the counter to zero, so that calls need no state between them.
+    and which acquires those of the programs that have come before. Nobody waits for anybody. A launch before,
+    or the last to arrive, sets the counter to zero, so that calls need no state between them.
     """
     tl.debug_barrier()
     before = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")

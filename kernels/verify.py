@@ -10,6 +10,9 @@ Who is last differs from run to run, what comes out does not: every program of a
 chunk's mass has a place of its own, and they are added in one order. No probabilities and no float32 copy of
 the logits are written to memory. Drawing a draft token is verifying a chain of length 0. `reference.py` is
 the specification, and the results must be the same.
+
+So much for rows that nothing filters. Where requests have limits, `fused_cut.py` finds what is left of the
+rows first, which takes launches of its own.
 """
 
 from __future__ import annotations

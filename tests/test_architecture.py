@@ -51,7 +51,7 @@ ROOMS = {
     "feature/training": (5, 650),
     "insight": (7, 1015),
     "insight/tables": (5, 540),
-    "kernels": (26, 4050),
+    "kernels": (29, 4560),
     "loading": (4, 400),
     "moedraft": (15, 2200),  # the files that lie in no folder
     "routing": (11, 1850),
@@ -149,6 +149,9 @@ FLOORS_INSIDE = {
         "moedraft.kernels.block_kernels": 1,
         "moedraft.kernels.coupled_kernels": 1,
         "moedraft.kernels.cut_kernels": 1,
+        "moedraft.kernels.cut_sample": 2,
+        "moedraft.kernels.cut_settling": 2,
+        "moedraft.kernels.team_kernels": 3,
         "moedraft.kernels.verify": 2,
         "moedraft.kernels.block": 2,
         "moedraft.kernels.coupled": 2,

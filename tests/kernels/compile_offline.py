@@ -29,6 +29,7 @@ from moedraft.kernels import (
     divergence_kernels,
     fused_cut,
     fused_divergence,
+    team_kernels,
     verify,
     verify_kernels,
 )
@@ -111,13 +112,14 @@ def chains() -> list[dict[str, Any]]:
 
 def filters() -> list[dict[str, Any]]:
     """The search for what filters leave, of bfloat16 rows and of a short float32 one; and its users."""
-    results = []
-    for vocab, shift in ((151_936, 16), (50_257, 16), (32_000, 16), (1024, 0)):
+    results = [*shared(151_936, "bf16", 2), *shared(50_257, "bf16", 4), *shared(32_000, "bf16", 1)]
+    for vocab, shift in ((151_936, 16), (50_257, 16), (8000, 16), (1024, 0)):
         tile = fused_cut.tile(vocab)
         warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
         shape = {"BINS": fused_cut.BINS, "SHIFT": shift, **tile}
+        alone = () if vocab > fused_cut.LONG else ("stages",)
         results.append(
-            compile_kernel(cut_kernels.cut, warps, (), True, most=most, odd=vocab % 16 > 0, **shape)
+            compile_kernel(cut_kernels.cut, warps, alone, True, most=most, odd=vocab % 16 > 0, **shape)
         )
     flags = {"HAS_COUNTS": True, "PACKED": False, "CHUNK": 4096}
     absent = ("target_starts", "draft_starts", "d_max", "d_sum")
@@ -128,6 +130,19 @@ def filters() -> list[dict[str, Any]]:
     results.append(compile_kernel(verify_kernels.resolve, 8, drafting, PURPOSE=3, **shape))
     results.append(compile_kernel(block_kernels.judge, 8, absent, **shape))
     return results
+
+
+def shared(vocab: int, numbers: str, per: int) -> list[dict[str, Any]]:
+    """The kernels of rows that several programs share, which read `per` chunks each."""
+    shape = fused_cut.team_tile(vocab) | {"SHIFT": {"bf16": 16, "fp16": 13, "fp32": 0}[numbers]}
+    warps, fusion = shape.pop("num_warps"), shape.pop("enable_fp_fusion")
+    assert fusion == offline.FUSION
+    of = {"numbers": numbers, "odd": vocab % 16 > 0}
+    return [
+        compile_kernel(team_kernels.survey, warps, (), **of, PER=per, CHUNK=shape["CHUNK"]),
+        compile_kernel(team_kernels.aim, warps, (), **of, **shape),
+        compile_kernel(team_kernels.narrow, warps, (), **of, PER=per, **shape),
+    ]
 
 
 def unaligned() -> list[dict[str, Any]]:
@@ -196,6 +211,7 @@ def precisions() -> list[dict[str, Any]]:
         results.append(compile_kernel(verify_kernels.sweep, 8, (*rows, "draft"), **of, **swept))
         results.append(compile_kernel(coupled_kernels.sweep_coupled, 8, (), **of, **coupled))
         results.append(compile_kernel(cut_kernels.cut, warps, (), True, **of, SHIFT=shift, **search))
+        results += shared(151_936, numbers, 2)
         results += losses(151_936, ("fkl", "jsd"), numbers=numbers)
     for types in ({"numbers": "fp16"}, {"numbers": "fp32"}, {"draft": "fp32"}):
         results.append(

@@ -67,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the verification kernels that are launched, in order."""
     names: list[str] = []
     found = {"verify": ("sweep", "resolve"), "block": ("judge",), "coupled": ("sweep_coupled", "choose")}
-    found["fused_cut"] = ("cut",)
+    found["fused_cut"] = ("survey", "aim", "narrow", "cut")
     for module, kernels in found.items():
         home = importlib.import_module(f"moedraft.kernels.{module}")
         for name in kernels:

@@ -20,6 +20,9 @@ TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
     **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
     **dict.fromkeys(["t_arg", "arguments", "arrivals", "status", "lasts", "t_lasts", "d_lasts"], "*i32"),
+    **dict.fromkeys(["numbers", "tables", "stages"], "*i32"),
+    **dict.fromkeys(["peaks", "masses"], "*fp32"),
+    **{"spans": "*i64", "goals": "*fp64"},
     **dict.fromkeys(["values", "t_values", "d_values", "tops", "top_p", "min_p"], "*fp32"),
     "top_k": "*i64",
     **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses", "scaled", "sums"], "*fp32"),

@@ -20,7 +20,7 @@ import triton
 LESS = ("registers", "spilled", "shared", "narrow_in_loops", "narrow_in_streams", "barriers")
 LESS += ("barriers_in_loops",)
 MORE = ("wide_loads", "wide_stores", "asynchronous")  # accesses of 16 bytes, and copies beside computation
-SWEPT = ("sweep", "sweep_coupled", "cut", "_kl", "_mixed", "_topk")  # read whole rows
+SWEPT = ("sweep", "sweep_coupled", "cut", "survey", "aim", "narrow", "_kl", "_mixed", "_topk")  # read rows
 VERSIONS = ["3.6", "3.7", "3.9"]  # of Triton
 pytestmark = pytest.mark.timeout(900)  # where everything is compiled again, on a slow machine
 STREAMS = ("_kl", "_mixed", "_topk", "cut")  # block after block, so that copies can run ahead
@@ -170,7 +170,7 @@ def assert_fit(compiled: dict[str, Any], version: str) -> None:
         one | dict(zip(("kernel", "constants"), name.split(" ", 1), strict=True))
         for name, one in compiled.items()
     ]
-    verification = {"sweep", "resolve", "judge", "sweep_coupled", "choose", "cut"}
+    verification = {"sweep", "resolve", "judge", "sweep_coupled", "choose", "cut", "survey", "aim", "narrow"}
     losses = {"_kl", "_mixed", "_topk", "_scale"}
     sums = [kernel["fused"] for kernel in kernels if kernel["kernel"] == "combined"]
     # A verdict must not depend on which sums the compiler fuses in one layout and not in another; with leave
@@ -184,13 +184,15 @@ def assert_fit(compiled: dict[str, Any], version: str) -> None:
         assert kernel["spilled"] <= beyond.get("spilled", 0), kernel
         # two blocks of 256 threads share a multiprocessor; of what sweeps over all logits four do, and of the
         # losses of rows that begin anywhere three
-        most = 64 if kernel["kernel"] in {"sweep"} | losses else 128
+        most = 64 if kernel["kernel"] in {"sweep", "survey"} | losses else 128
         if kernel["kernel"] in losses and unaligned(kernel):
             most = 80
         assert kernel["registers"] <= beyond.get("registers", most), kernel
         assert kernel["barriers_in_loops"] <= BARRIERS.get(kernel["kernel"], 0), kernel
-        # where a row has a residual its programs count themselves, in a way that orders their stores
+        # where a row has a residual its programs count themselves, in a way that orders their stores; so do
+        # those that search a row for its cut
         counts = kernel["kernel"] in ("resolve", "judge") and "'HAS_DRAFT': True" in kernel["constants"]
+        counts |= kernel["kernel"] == "narrow"
         assert kernel["arrivals"] == int(counts), kernel
         if not unaligned(kernel):
             assert_wide(kernel)
@@ -214,7 +216,7 @@ def assert_wide(kernel: dict[str, Any]) -> None:
     few = FEW in kernel["constants"]
     if kernel["kernel"] in SWEPT and not few:
         assert kernel["wide_loads"], kernel
-    if kernel["kernel"] in ("sweep", "sweep_coupled"):
+    if kernel["kernel"] in ("sweep", "sweep_coupled", "survey"):
         assert kernel["wide_loads"] == chunk_loads(kernel), kernel
     assert kernel["narrow_in_streams"] == 0, kernel
     if kernel["kernel"] not in NARROW and not few:

@@ -78,7 +78,9 @@ def test_only_the_fused_path_ran_in_two_launches(
         chain.run("reference")  # the trap works
 
 
-def test_filters_are_found_and_heeded_in_three_launches(device: str, launched: list[str]) -> None:
+def test_filters_of_short_rows_are_found_and_heeded_in_three_launches(
+    device: str, launched: list[str]
+) -> None:
     chain = make_chain(2, 2, 40, device=device)
     top_p = torch.full((2,), 0.8, device=device)
     cuts = kernels.find_cuts(
