@@ -24,10 +24,16 @@ REACH: tl.constexpr = tl.constexpr(
 
 
 @triton.jit
+def whole_key(x):
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 becomes 0
+    flipped = (bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000  # all bits of a negative number
+    return bits.to(tl.uint32, bitcast=True) ^ flipped
+
+
+@triton.jit
 def key_of(x, SHIFT: tl.constexpr):
     """uint32 in the order of float32 x, 0 and −0 alike. SHIFT: zeros that end the bits of such numbers."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 becomes 0
-    return (bits.to(tl.uint32, bitcast=True) ^ ((bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000)) >> SHIFT
+    return whole_key(x) >> SHIFT
 
 
 @triton.jit

@@ -22,20 +22,20 @@ AMONG: tl.constexpr = tl.constexpr(3)  # at which value top-p ends, and after ho
 
 
 @triton.jit
-def bounds(counts, hi, lo, shift, best, inverse, SHIFT: tl.constexpr, BINS: tl.constexpr):
+def bounds(counts, hi, lo, shift, best, steep, SHIFT: tl.constexpr, BINS: tl.constexpr):
     """The most and the least that the logits of each interval can weigh together, float64."""
     width, shift = (hi - lo).to(tl.int64), shift.to(tl.int64)
     first = tl.arange(0, BINS).to(tl.int64) << shift
     last = first + (tl.full([], 1, tl.int64) << shift) - 1
     top = value_of((hi.to(tl.int64) - tl.minimum(first, width)).to(tl.uint32), SHIFT)
     bottom = value_of((hi.to(tl.int64) - tl.minimum(last, width)).to(tl.uint32), SHIFT)
-    most = counts * tl.exp((top - best) * inverse).to(tl.float64)
-    return most, counts * tl.exp((bottom - best) * inverse).to(tl.float64)
+    most = counts * tl.exp2((top - best) * steep).to(tl.float64)
+    return most, counts * tl.exp2((bottom - best) * steep).to(tl.float64)
 
 
 @triton.jit
 def end_of_mass(
-    counts, masses, before, goal, final, hi, best, inverse, SHIFT: tl.constexpr, BINS: tl.constexpr
+    counts, masses, before, goal, final, hi, best, steep, SHIFT: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
     """(value, wanted) where top-p ends; all that equal it are wanted where that is 0. Intervals are keys.
 
@@ -46,14 +46,14 @@ def end_of_mass(
     chosen = first_of((counts > 0) & (total >= goal), final, BINS)
     here = bins == chosen
     value = value_of(hi - chosen.to(tl.uint32), SHIFT)
-    each = tl.exp((value - best) * inverse).to(tl.float64)
+    each = tl.exp2((value - best) * steep).to(tl.float64)
     wanted = tl.maximum(tl.ceil((goal - at(here, total - masses)) / each), 1.0)
     return value, tl.where(wanted < at(here, counts), wanted, 0.0).to(tl.int64)
 
 
 @triton.jit
 def narrower(high, low, goal, hi, lo, shift, floor, BINS: tl.constexpr):
-    """(hi, lo, ceiling, floor): what is left of [lo, hi]; the floor stays where the goal may lie below that."""
+    """(hi, lo, ceiling, floor): what is left of [lo, hi]. The floor stays where the goal may lie below."""
     first = first_of(high >= goal, BINS - 1, BINS)
     last = first_of(low >= goal, BINS, BINS)
     sure = last < BINS
@@ -65,7 +65,7 @@ def narrower(high, low, goal, hi, lo, shift, floor, BINS: tl.constexpr):
 
 @triton.jit
 def ended(
-    counts, masses, mass_above, number_above, goal, by_rank, share, hi, lo, ceiling, floor, best, inverse,
+    counts, masses, mass_above, number_above, goal, by_rank, share, hi, lo, ceiling, floor, best, steep,
     SHIFT: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """What `settle` returns where each interval is one key, so that the cut of this search is among them.
@@ -87,21 +87,19 @@ def ended(
             lo, floor = hi + 1, hi + 1
             hi, ceiling = key_of(best, SHIFT), key_of(best, SHIFT)
     if (share < 1) & (stage == SETTLED):
-        value, wanted = end_of_mass(
-            counts, masses, mass_above, goal, final, hi, best, inverse, SHIFT, BINS
-        )
+        value, wanted = end_of_mass(counts, masses, mass_above, goal, final, hi, best, steep, SHIFT, BINS)
         stage = tl.where(wanted > 0, AMONG, SETTLED)
     return stage, hi, lo, ceiling, floor, wanted, goal, value
 
 
 @triton.jit
 def settle(
-    counts, mass_above, number_above, stage, share, goal, hi, lo, ceiling, floor, best, inverse,
+    counts, mass_above, number_above, stage, share, goal, hi, lo, ceiling, floor, best, steep,
     SHIFT: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """(stage, hi, lo, ceiling, floor, wanted, goal, value): what is known after the row was read."""
     shift, by_rank = shift_of(hi, lo, BINS), stage == BY_RANK
-    masses_most, masses = bounds(counts, hi, lo, shift, best, inverse, SHIFT, BINS)
+    masses_most, masses = bounds(counts, hi, lo, shift, best, steep, SHIFT, BINS)
     before = tl.where(by_rank, number_above.to(tl.float64), mass_above)
     most = tl.where(by_rank, counts.to(tl.float64), masses_most)
     least = tl.where(by_rank, counts.to(tl.float64), masses)
@@ -118,6 +116,6 @@ def settle(
     else:
         stage, hi, lo, ceiling, floor, wanted, goal, value = ended(
             counts, masses, mass_above, number_above, goal, by_rank, share, hi, lo, ceiling, floor, best,
-            inverse, SHIFT, BINS,
+            steep, SHIFT, BINS,
         )  # fmt: skip
     return stage, hi, lo, ceiling, floor, wanted, goal, value

@@ -44,7 +44,9 @@ class Room(NamedTuple):
     tables: Tensor  # int32 [N, 512]: logits in each interval
     arrivals: Tensor  # int32 [N]: programs that are done with a reading
     stages: Tensor  # int32 [N]: what is to be found next
-    spans: Tensor  # int64 [N, 5]: the highest and lowest key looked at, the bounds of both, and which equal one
+    spans: (
+        Tensor  # int64 [N, 5]: the highest and lowest key looked at, the bounds of both, and which equal one
+    )
     goals: Tensor  # float64 [N]: the rank or the mass that the cut must reach
     tops: Tensor  # float32 [N]: the largest logits
 
@@ -101,7 +103,7 @@ def _shared(wide: Tensor, limits: list[Tensor | None], found: Cuts) -> Tensor:
 
 
 def team_tile(vocab: int) -> dict[str, Any]:
-    """Chunks and intervals of shared rows. A sum is rounded in the same way however many programs there are."""
+    """Chunks and intervals of shared rows. Sums are rounded in one way, however many programs there are."""
     chunks = max(2, triton.next_power_of_2(triton.cdiv(vocab, SHARE)))
     return {"CHUNK": SHARE, "NCP": chunks, "BINS": TEAM_BINS, "num_warps": 8, "enable_fp_fusion": False}
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cut_kernels import MOST_COLD, first_of, key_of, shift_of
+from .cut_kernels import MOST_COLD, first_of, shift_of, whole_key
 from .cut_sample import sample, window
 from .cut_settling import AMONG, BY_MASS, BY_RANK, SETTLED, settle
 from .primitives import BIG, INF, arrives_last, at, finite_or_zero, load_chunk
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -63,13 +65,13 @@ def survey(
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     warmth, rank, share, least = asked(temperature, top_k, top_p, min_p, place // T, V)
     if (rank > 0) | (share < 1) | (least > 0):
-        row, inverse = row_of(logits, place, stride_b, stride_k, T), 1.0 / warmth
+        row, steep = row_of(logits, place, stride_b, stride_k, T), LOG2E / warmth
         for step in tl.static_range(PER):
             chunk = part * PER + step
             if chunk < NC:
                 x = load_chunk(row, chunk * CHUNK + tl.arange(0, CHUNK), stride_v, V)
                 top = tl.max(tl.where(x == x, x, INF), axis=0)
-                mass = tl.sum(tl.exp((x - finite_or_zero(top)) * inverse), axis=0)
+                mass = tl.sum(tl.exp2((x - finite_or_zero(top)) * steep), axis=0)
                 tl.store(peaks + place * NC + chunk, top)
                 tl.store(masses + place * NC + chunk, mass)
 
@@ -103,16 +105,15 @@ def aim(
         chunks = tl.arange(0, NCP)
         cells, inside = place * NC + chunks, chunks < NC
         found = tl.load(peaks + cells, mask=inside, other=-INF)
-        best, inverse = tl.max(found, axis=0), 1.0 / warmth
+        best = tl.max(found, axis=0)
         if (best > -INF) & (best < INF):
             value = likely(best, warmth, least)
             if (rank > 0) | (share < 1):
-                mass = tl.load(masses + cells, mask=inside, other=0.0) * tl.exp((found - best) * inverse)
-                total = tl.sum(mass.to(tl.float64), axis=0)
+                mass = tl.load(masses + cells, mask=inside, other=0.0)
+                total = tl.sum((mass * tl.exp2((found - best) * (LOG2E / warmth))).to(tl.float64), axis=0)
                 goal = tl.where(rank > 0, rank.to(tl.float64), share * total)
-                counts = sample(
-                    row_of(logits, place, stride_b, stride_k, T), stride_v, V, best, inverse, CHUNK
-                )
+                row = row_of(logits, place, stride_b, stride_k, T)
+                counts = sample(row, stride_v, V, best, 1.0 / warmth, CHUNK)
                 hi, lo, ceiling, floor = window(
                     counts, rank, share, goal, total, best, warmth, V, SHIFT, BINS
                 )
@@ -137,21 +138,25 @@ def as_threads(values, EACH: tl.constexpr):
 
 @triton.jit
 def weigh(
-    row, stride_v, V, NC, best, inverse, hi, lo, table, masses, numbers, part,
+    row, stride_v, V, NC, best, steep, hi, lo, table, masses, numbers, part,
     PER: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Mass and number of this program's logits above `hi`, by chunk; how many lie in each interval below."""
-    shift = shift_of(hi, lo, BINS)
+    shift = shift_of(hi, lo, BINS) + SHIFT
+    top, width = (
+        ((hi + 1) << SHIFT) - 1,
+        ((hi - lo + 1) << SHIFT) - 1,
+    )  # in whole keys, which end in 0 or in 1
     for step in tl.static_range(PER):
         chunk = part * PER + step
         if chunk < NC:
             x = load_chunk(row, chunk * CHUNK + tl.arange(0, CHUNK), stride_v, V)
-            key = key_of(x, SHIFT)
-            below = hi - key  # of what lies above, more than any below: there is no sign
+            key = whole_key(x)
+            below = top - key  # of what lies above, more than any below: there is no sign
             counted = as_threads(below, 128 // row.dtype.element_ty.primitive_bitwidth)
-            tl.atomic_add(table + (counted >> shift).to(tl.int32), 1, mask=counted <= hi - lo, sem="relaxed")
-            over = key > hi
-            mass = tl.sum(tl.where(over, tl.exp((x - best) * inverse), 0.0), axis=0)
+            tl.atomic_add(table + (counted >> shift).to(tl.int32), 1, mask=counted <= width, sem="relaxed")
+            over = key > top
+            mass = tl.sum(tl.where(over, tl.exp2((x - best) * steep), 0.0), axis=0)
             tl.store(masses + chunk, mass)
             tl.store(numbers + chunk, tl.sum(over.to(tl.int32), axis=0))
 
@@ -199,7 +204,7 @@ def conclude(
     ceiling, floor = tl.load(span + 2).to(tl.uint32), tl.load(span + 3).to(tl.uint32)
     stage, hi, lo, ceiling, floor, wanted, goal, value = settle(
         counts, tl.sum(mass, axis=0), tl.sum(number, axis=0), stage, share, tl.load(goal_at), hi, lo,
-        ceiling, floor, best, 1.0 / warmth, SHIFT, BINS,
+        ceiling, floor, best, LOG2E / warmth, SHIFT, BINS,
     )  # fmt: skip
     if (stage == SETTLED) | (stage == AMONG):
         limit = likely(best, warmth, least)
@@ -227,7 +232,7 @@ def narrow(
         else:
             hi, lo = tl.load(span).to(tl.uint32), tl.load(span + 1).to(tl.uint32)
             weigh(
-                row, stride_v, V, NC, best, 1.0 / warmth, hi, lo, table, masses, numbers, part,
+                row, stride_v, V, NC, best, LOG2E / warmth, hi, lo, table, masses, numbers, part,
                 PER, SHIFT, CHUNK, BINS,
             )  # fmt: skip
         if arrives_last(arrivals + place, tl.num_programs(1)):

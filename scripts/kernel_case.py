@@ -35,7 +35,7 @@ BEGUN, LOST = "begun", "failed: did not return"
 # half a minute before it runs.
 OURS, PEERS, COMPILED = PASSES = range(3)
 SAMPLED, FILTERED = "steps that sample", "steps with top-k, top-p or min-p"
-# Filters of a long row in bfloat16: `survey`, `aim`, three times `narrow`, `cut`. Verification takes two more.
+# Filters of long bfloat16 rows: `survey`, `aim`, three times `narrow`, `cut`. What heeds them has two more.
 FILTERS, AFTER_FILTERS = "6", "8"
 # A divergence's kernel and the one that scales its gradient, beside what makes the rows' weights, sorts the
 # list of tokens and sums the rows' losses: about fifteen operations on tensors of one entry a row or a token.

@@ -100,7 +100,7 @@ def test_a_contiguous_row_of_many_chunks(device: str) -> None:
     """In the variants that real vocabularies run, though not copied ahead by the interpreter."""
     logits = torch.randn(1, 33_008, generator=torch.Generator().manual_seed(3)).mul(3).to(device)
     assert fused_cut.tile(33_008) == fused_cut.tile(151_936)
-    assert 33_008 > fused_cut.LONG
+    assert fused_cut.LONG < 33_008
     assert_same(logits.bfloat16(), **limits_of(1, device, top_k=900, top_p=0.9, min_p=1e-4))
 
 
@@ -225,7 +225,9 @@ def test_drawing_heeds_cuts(sample: Callable[..., Verdict], backend: str, device
     assert not torch.equal(found[1], sample(raw.target[:, 0], *arguments, backend=backend)[1])  # the control
 
 
-def test_only_the_fused_path_ran_for_short_rows_in_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_fused_path_ran_for_short_rows_in_one_launch(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grids: list[tuple[int, ...]] = []
     kernel = fused_cut.cut
 

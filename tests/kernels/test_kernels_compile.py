@@ -26,15 +26,17 @@ pytestmark = pytest.mark.timeout(900)  # where everything is compiled again, on 
 STREAMS = ("_kl", "_mixed", "_topk", "cut")  # block after block, so that copies can run ahead
 # What does not keep a limit with one version of Triton, and by how much. Where rows begin anywhere, a thread
 # that searches a cut has an address for each of its entries, and stores two words aside; of float32 rows one.
+# So does one that takes a sample of such a row.
 BEYOND = {
     ("3.7", "cut", "'ODD': True"): {"spilled": 8},
     ("3.6", "cut", "'NUMBERS': 'fp32'"): {"spilled": 8},
+    ("3.6", "aim", "'ODD': True"): {"spilled": 8},
 }
 # Also goes through its list of tokens, and through those that share a lane with one of them, one by one.
 NARROW = ("_topk",)
 NUMBERS = re.compile(r"'NUMBERS': '(\w+)'")  # the type of logits, where it is not bfloat16
 # Barriers of a kernel's loops together, at most, with any of these versions; no other kernel has any there.
-BARRIERS = {"_kl": 8, "_mixed": 10, "_topk": 14, "_scale": 2, "cut": 59, "judge": 3}
+BARRIERS = {"_kl": 8, "_mixed": 10, "_topk": 14, "_scale": 2, "cut": 59, "judge": 3, "aim": 3}
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 FEW = "'CHUNK': 256"  # of rows with so few entries a thread has two, which are less than 16 bytes
 
