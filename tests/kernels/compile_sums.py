@@ -18,7 +18,7 @@ import offline
 import triton
 import triton.language as tl
 
-from moedraft.kernels import block_kernels, coupled_kernels, primitives, verify_kernels
+from moedraft.kernels import block_kernels, coupled_kernels, primitives, team_kernels, verify_kernels
 
 # An operation with the region that says how two entries become one, the types of its blocks, its location.
 COMBINING = re.compile(
@@ -82,6 +82,9 @@ def sweeps() -> Iterator[Family]:
         both = {"BOTH": True, "SKIP_GREEDY_SUM": True}
         yield verify_kernels.sweep, (), sizes, {**both, **packed, "odd": odd}
         yield coupled_kernels.sweep_coupled, (), sizes, {"WANT_LSE": True, **packed, "odd": odd}
+        shared = {"SHIFT": 16, "CHUNK": 4096, "NCP": 16 if odd else 64, "BINS": 512, "odd": odd}
+        yield team_kernels.survey, (), sizes, {"CHUNK": 4096, "odd": odd}
+        yield team_kernels.narrow, (), sizes, shared
 
 
 def sums(ttgir: str) -> list[str]:

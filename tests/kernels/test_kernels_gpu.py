@@ -64,10 +64,17 @@ def test_coupled_sampling_of_real_vocabularies_equals_the_reference(vocab: int) 
     assert torch.equal(tokens.cpu(), kernels.sample_coupled(*(part.cpu() for part in row))[0])
 
 
+@pytest.mark.parametrize("most", [0, fused_cut.READINGS])
 @pytest.mark.parametrize("vocab", [50_257, 151_936, 262_144])
-def test_cuts_of_real_vocabularies_are_the_references(vocab: int) -> None:
-    """Contiguous rows whose chunks are copied ahead: all limits, and each of them alone."""
+def test_cuts_of_real_vocabularies_are_the_references(
+    vocab: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contiguous rows: all limits, and each of them alone; by several programs a row, and by one.
+
+    That one copies chunks ahead. It finds what the others have not, here after no reading: all.
+    """
     assert fused_cut.tile(vocab)["STAGES"] == 3
+    monkeypatch.setattr(fused_cut, "READINGS", most)
     gen = torch.Generator("cuda").manual_seed(vocab)
     limits = all_limits("cuda", 0.9)
     for start in range(0, len(limits["top_k"]), 4):

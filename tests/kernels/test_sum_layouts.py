@@ -1,4 +1,4 @@
-"""However many tokens were drafted, the compiler lays out the same sums in the same way.
+"""However many tokens were drafted, and programs share a row, the compiler lays out the same sums alike.
 
 That is sums of floating-point numbers along a chunk, and along the NCP chunks of a row. Blocks of [KP, NCP]
 numbers have layouts that follow KP, but there the compiler has no sum to order: `sum_chunks` adds column to
@@ -18,7 +18,7 @@ import pytest
 from test_kernels_compile import VERSIONS
 
 BySize = dict[str, list[str]]
-KERNELS = ("resolve", "judge", "sweep", "sweep_coupled", "control")
+KERNELS = ("resolve", "judge", "sweep", "sweep_coupled", "survey", "narrow", "control")
 ENTRY = "reduce 4096xf32, blocked [8], [32], [8], [0]"
 
 
@@ -43,10 +43,16 @@ def shapes(found: list[str]) -> set[str]:
 
 
 def expected(kernel: str, constants: dict[str, Any]) -> set[str]:
-    """The floating-point sums of a kernel: those of a residual's chunks, and those that draw from a row."""
+    """The floating-point sums of a kernel: those of a residual's chunks, and those that draw from a row.
+
+    And those of a row's chunks and intervals that end the search for its cut.
+    """
     width, chunks = constants["CHUNK"], constants.get("NCP")
-    if kernel in ("sweep", "sweep_coupled"):
+    if kernel in ("sweep", "sweep_coupled", "survey"):
         return {f"reduce {width}xf32"}
+    if kernel == "narrow":
+        bins = constants["BINS"]
+        return {f"reduce {width}xf32", f"reduce {chunks}xf64", f"reduce {bins}xf64", f"scan {bins}xf64"}
     return {f"reduce {width}xf32", f"reduce {chunks}xf64", f"scan {chunks}xf64", f"scan {width}xf64"}
 
 
