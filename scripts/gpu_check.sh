@@ -49,8 +49,12 @@ for part in moedraft/* kernels data; do
 done
 export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1 TRITON_DEFAULT_FP_FUSION=1
 
+# Tests run in several processes on a GPU, since each waits for the compiler most of the time.
+workers="$(nproc)"
+[ "$workers" -le 12 ] || workers=12
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "No CUDA device here: kernel tests run in the interpreter, benchmarks measure the references." >&2
+    workers=1
 fi
 
 failed=0
@@ -73,8 +77,8 @@ tests() { # name of the report, seconds, tests …
     local report="$1" seconds="$2" lines="$out/$1.jsonl"
     shift 2
     rm -f "$lines"
-    step "$report" "$seconds" env PYTHONSAFEPATH=1 PYTHONPATH="$PWD/scripts:$PYTHONPATH" "$python" -m pytest "$@" -q \
-        -o addopts= -o filterwarnings=default -p no:cacheprovider -p gpu_tests --lines "$lines"
+    step "$report" "$seconds" env PYTHONSAFEPATH=1 PYTHONPATH="$PWD/scripts:$PYTHONPATH" \
+        "$python" -m gpu_workers "$workers" "$lines" "$@" -q -o addopts= -o filterwarnings=default -p no:cacheprovider
     "$python" scripts/gpu_tests.py "$lines" "$out/$report.json" && rm -f "$lines" || failed=1
 }
 

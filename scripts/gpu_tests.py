@@ -3,8 +3,8 @@
     pytest -p gpu_tests --lines FILE …         # as a plugin: JSON when a test begins and when it ends
     python scripts/gpu_tests.py FILE REPORT    # sums them up in one JSON file
 
-Needs pytest and torch alone. A run that ends in the middle names the test that it ended in. The tests find
-what lies in `.peers/`.
+Needs pytest and torch alone. A run that ends in the middle names the tests that it ended in. The tests find
+what lies in `.peers/`. Several processes may write to one file, each running its part (`gpu_workers.py`).
 """
 
 from __future__ import annotations
@@ -59,14 +59,19 @@ def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lines", type=Path, help="write a line of JSON there for each test")
+    parser.addoption("--lines", type=Path, help="append a line of JSON there for each test")
+    parser.addoption("--part", default="0/1", help="K/N: the K-th of N parts of the tests, counted from 0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     find_peers()
     if path := config.getoption("--lines"):
-        path.unlink(missing_ok=True)
         config.pluginmanager.register(Lines(path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -77,6 +82,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def summary(lines: Path) -> dict[str, Any]:
     """Counts, seconds, what failed and why, and what was running when the run ended."""
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    workers = max((line.get("workers", 1) for line in found), default=1)
     tests = [line for line in found if "test" in line]
     begun = [line["began"] for line in found if "began" in line]
     ended = {line["test"] for line in tests}
@@ -85,12 +91,12 @@ def summary(lines: Path) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "torch": torch.__version__,
-        "finished": any("status" in line for line in found),
+        "finished": sum("status" in line for line in found) == workers,
         "tests": len(tests),
         "skipped": sum(line["outcome"] == "skipped" for line in tests),
         "seconds": round(sum(line["seconds"] for line in tests), 1),
         "failed": {line["test"]: line["why"] for line in failed},
-        "broken_off_in": next((name for name in begun if name not in ended), None),
+        "broken_off_in": [name for name in begun if name not in ended],
     }
 
 

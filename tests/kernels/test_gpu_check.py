@@ -109,13 +109,13 @@ def without(missing: list[str], run: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def reported(folder: Path, **environment: str) -> dict[str, object]:
+def reported(folder: Path, workers: int = 1, **environment: str) -> dict[str, object]:
     """What is reported of `TESTS`, run as gpu_check.sh runs tests."""
     (folder / "test_some.py").write_text(TESTS)
     lines, report = folder / "lines.jsonl", folder / "report.json"
-    options = ["-q", "-p", "no:cacheprovider", "-p", "gpu_tests", "--lines", str(lines)]
+    options = [str(workers), str(lines), "test_some.py", "-q", "-p", "no:cacheprovider"]
     subprocess.run(
-        [sys.executable, "-m", "pytest", "test_some.py", "--rootdir", str(folder), *options],
+        [sys.executable, "-m", "gpu_workers", *options, "--rootdir", str(folder)],
         capture_output=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(SCRIPTS), **environment},
         timeout=120,
     )  # fmt: skip
@@ -124,13 +124,14 @@ def reported(folder: Path, **environment: str) -> dict[str, object]:
     return found
 
 
-def test_each_test_is_reported(tmp_path: Path) -> None:
-    found = reported(tmp_path)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_each_test_is_reported(tmp_path: Path, workers: int) -> None:
+    found = reported(tmp_path, workers)
     assert (found["tests"], found["skipped"], found["finished"]) == (6, 1, True)
-    assert found["broken_off_in"] is None
+    assert found["broken_off_in"] == []
     failed = found["failed"]
     assert isinstance(failed, dict)
-    assert list(failed) == ["test_some.py::test_wrong", "test_some.py::test_without_its_fixture"]
+    assert sorted(failed) == ["test_some.py::test_without_its_fixture", "test_some.py::test_wrong"]
     assert "not so" in failed["test_some.py::test_wrong"]
     assert "no device" in failed["test_some.py::test_without_its_fixture"]
 
@@ -138,5 +139,12 @@ def test_each_test_is_reported(tmp_path: Path) -> None:
 def test_of_a_run_that_is_cut_short_is_known_what_came_before(tmp_path: Path) -> None:
     found = reported(tmp_path, CUT="1")
     assert (found["tests"], found["finished"]) == (4, False)
-    assert found["broken_off_in"] == "test_some.py::test_cut_short"
+    assert found["broken_off_in"] == ["test_some.py::test_cut_short"]
     assert len(found["failed"]) == 2  # type: ignore[arg-type]
+
+
+def test_of_several_processes_all_must_have_finished(tmp_path: Path) -> None:
+    """The last of three parts ends in the middle; what the others did is there."""
+    found = reported(tmp_path, 3, CUT="1")
+    assert (found["tests"], found["finished"]) == (4, False)
+    assert found["broken_off_in"] == ["test_some.py::test_cut_short"]

@@ -146,7 +146,7 @@ def test_what_is_broken_off_is_reported_and_gone_on_with(folder: Path) -> None:
     for report, home in (("kernel-tests-gpu", "test_kernels_gpu"), ("kernel-tests", "test_more")):
         tests = found(folder, f"{report}.json")
         assert (tests["tests"], tests["finished"], tests["failed"]) == (1, False, {})
-        assert tests["broken_off_in"] == f"tests/kernels/{home}.py::test_second"
+        assert tests["broken_off_in"] == [f"tests/kernels/{home}.py::test_second"]
     cases = found(folder, "kernels-cpu.json")["cases"]
     assert [case["left"] for case in cases] == [0, 0, 0]  # the last slice has gone on
     assert cases[2]["contenders"]["theirs"] == {"status": "failed: did not return"}
@@ -156,7 +156,7 @@ def test_what_is_broken_off_is_reported_and_gone_on_with(folder: Path) -> None:
     assert status == 0, text
     assert found(folder, "kernels-cpu.json")["cases"] == cases  # nothing is measured again
     tests = found(folder, "kernel-tests.json")
-    assert (tests["tests"], tests["finished"], tests["broken_off_in"]) == (3, True, None)
+    assert (tests["tests"], tests["finished"], tests["broken_off_in"]) == (3, True, [])
     assert f"engine: --quick --out {folder}/out" in text
     kept = [path.name for path in (folder / "out").iterdir()]
     assert not [name for name in kept if name.endswith((".jsonl", ".tmp"))]
@@ -183,7 +183,7 @@ def test_peers_beside_the_repositorys_files_are_found(folder: Path) -> None:
     """In a copy of the repository, so far as the script needs it. What is installed comes before them."""
     copy = folder / "copy"
     (copy / "scripts").mkdir(parents=True)
-    for name in ("gpu_check.sh", "gpu_tests.py", "peer_folder.py"):
+    for name in ("gpu_check.sh", "gpu_tests.py", "gpu_workers.py", "peer_folder.py"):
         shutil.copy(SCRIPTS / name, copy / "scripts" / name)
     for name in ("moedraft", "kernels", "data"):
         (copy / name).mkdir()
