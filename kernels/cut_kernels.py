@@ -25,6 +25,7 @@ REACH: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def whole_key(x):
+    """`key_of` without a shift, in fewer instructions."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 becomes 0
     flipped = (bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000  # all bits of a negative number
     return bits.to(tl.uint32, bitcast=True) ^ flipped
@@ -32,8 +33,12 @@ def whole_key(x):
 
 @triton.jit
 def key_of(x, SHIFT: tl.constexpr):
-    """uint32 in the order of float32 x, 0 and −0 alike. SHIFT: zeros that end the bits of such numbers."""
-    return whole_key(x) >> SHIFT
+    """uint32 in the order of float32 x, 0 and −0 alike. SHIFT: zeros that end the bits of such numbers.
+
+    The same as `whole_key`, in a form with which no thread of `cut` must set registers aside.
+    """
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    return tl.where(x < 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> SHIFT
 
 
 @triton.jit
@@ -245,13 +250,12 @@ def cut(
     stages: of rows that several programs have read before; 0 where they have found the cut.
     """
     place = tl.program_id(0).to(tl.int64)
-    wanted = True
-    if stages is not None:
-        wanted = tl.load(stages + place) > 0
-    if wanted:
-        row = logits + (place // T) * stride_b + (place % T) * stride_k
-        value, last = cut_of(
-            row, stride_v, temperature, top_k, top_p, min_p, place // T, V, SHIFT, CHUNK, BINS, STAGES
-        )
-        tl.store(values + place, value)
-        tl.store(lasts + place, last)
+    if stages is not None:  # noqa: SIM102 (asked while it is compiled; what follows, when it runs)
+        if tl.load(stages + place) == 0:
+            return
+    row = logits + (place // T) * stride_b + (place % T) * stride_k
+    value, last = cut_of(
+        row, stride_v, temperature, top_k, top_p, min_p, place // T, V, SHIFT, CHUNK, BINS, STAGES
+    )
+    tl.store(values + place, value)
+    tl.store(lasts + place, last)

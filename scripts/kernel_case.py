@@ -76,16 +76,14 @@ ABOUT = {
     "divergence": About(
         LOSS,
         "two log_softmaxes, products and their backward",
-        "base training, by fkl; nothing calls the other kinds",
-        "divergence",
-        "teacher_topk",
-        False,
+        "base training, for each block of an output layer",
+        "linear_divergence",
+        "teacher_logits",
     ),
     "linear and divergence": About(
         "each block: products, 1 kernel + small operations",
         "the output layer and the loss after it",
-        "updates of an independent draft model, through its frozen output layer; "
-        "nothing calls it with a teacher's logits",
+        "base training, and updates of an independent draft model; the output layer is frozen in both",
         "linear_divergence",
     ),
 }

@@ -125,7 +125,7 @@ def topk_contenders(
 
 
 def dense_case(bench: Bench, kind: Kind, upstream: float = 1.0) -> Case:
-    """With fkl the loss of base training; the other kinds stand beside it, and nothing calls them.
+    """The loss of base training, fkl unless another kind is chosen; there it is that of each block of rows.
 
     upstream: its factor, which is 1 in a drafter's first step and less later. Both sides' logits are read
     once at least, the gradient is written once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -32,6 +32,7 @@ app = typer.Typer(name="draft", help="Draft bases: train one for a target, expor
 
 TRAINED = "draft-base"  # folder of the home in which a target's own drafter is looked for
 LONGEST = 256  # tokens of a prompt with its answer that are read
+Loss = Literal["fkl", "rkl", "jsd", "tvd"]  # those of moedraft.kernels, which takes long to import
 PromptFiles = Annotated[
     list[Path],
     typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
@@ -53,6 +54,7 @@ def train(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the target answers.")] = 96,
     vocabulary: Annotated[int, typer.Option(min=16, help="Tokens that can be drafted.")] = 12_288,
     layers: Annotated[str | None, typer.Option(metavar="I,J,K", help="Layers; default 2, L/2, L−3.")] = None,
+    kind: Annotated[Loss, typer.Option(help="Lowers forward KL, reverse KL, JSD or TVD.")] = "fkl",
     rows: Annotated[bool, typer.Option(help="Store output rows too, which other engines want.")] = True,
     home: HomeOption = None,
     target: TargetOption = None,
@@ -82,10 +84,10 @@ def train(
         model = load_by(settings, "target")
         set_threads(settings.threads, model)
         asks = any(answer is None for _, answer in pairs)
-        chosen = begin(model, chosen, out, max_tokens if asks else None)  # before it answers, for long
+        chosen = begin(model, chosen, out, max_tokens if asks else None, kind)  # before it answers
     found = answers(model, pairs, out, max_tokens, vocabulary)
-    report = learn(Session(model, found, out, size=vocabulary, layers=chosen), minutes * 60, rows)
-    show(report, out, as_json)
+    session = Session(model, found, out, size=vocabulary, layers=chosen, kind=kind)
+    show(learn(session, minutes * 60, rows), out, as_json)
 
 
 @app.command()
@@ -138,26 +140,12 @@ def answers(
     from moedraft.feature.training.session import collect, work_folder
 
     with bar("The target answers", len(pairs)) as advance:
-        done = 0
-
-        def progress(more: int, what: str) -> None:
-            nonlocal done
-            done += more
-            advance(done)
-
-        return collect(model, pairs, work_folder(out), max_tokens, LONGEST, progress, vocabulary)
+        return collect(model, pairs, work_folder(out), max_tokens, LONGEST, advance, vocabulary)
 
 
 def learn(session: Session, seconds: float, rows: bool) -> Report:
     with bar("Training the drafter", int(seconds)) as advance:
-        done = 0
-
-        def progress(more: int, what: str) -> None:
-            nonlocal done
-            done += more
-            advance(done, what or None)
-
-        session.run(seconds, progress)
+        session.run(seconds, advance)
     with busy("Measuring"):
         return session.finish(rows=rows)
 

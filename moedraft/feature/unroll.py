@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from moedraft.feature.features import Teacher
 from moedraft.feature.model import FeatureDraft
-from moedraft.kernels import divergence
+from moedraft.kernels import Kind, linear_divergence
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,20 @@ def attend(
 
 
 def loss_of(
-    draft: FeatureDraft, teacher: Teacher, batch: Batch, steps: int, decay: float = 0.8, skip: int = 0
+    draft: FeatureDraft,
+    teacher: Teacher,
+    batch: Batch,
+    steps: int,
+    decay: float = 0.8,
+    skip: int = 0,
+    kind: Kind = "fkl",
 ) -> torch.Tensor:
-    """Forward KL of the guesses from the target's distribution, over the draft vocabulary, scalar.
+    """The divergence of the guesses from the target's distribution, over the draft vocabulary, scalar.
 
     Every position counts, prompts included, but for the first `skip`; step j weighs `decay` ** (j − 1).
+    The guesses' logits exist for a few rows at a time.
     """
+    rows = draft.lm_head.weight
     length = batch.token_ids.shape[1]
     where = torch.arange(length, device=batch.lengths.device)[None]
     losses, weight = [], 1.0
@@ -99,9 +107,9 @@ def loss_of(
         # The states at i + j hold the target's distribution of the token at i + j + 1, which row i guesses.
         counts = (where + step < batch.lengths[:, None]) & (where + step >= skip)
         counts = counts[:, : length - step]
-        guesses = draft.logits(hidden[:, : length - step][counts])
+        normed = draft.normed(hidden[:, : length - step][counts]).to(rows.dtype)
         truth = teacher.logits(batch.states[:, step:][counts])
-        losses.append(weight * divergence(guesses, truth))
+        losses.append(weight * linear_divergence(normed, rows, teacher_logits=truth, kind=kind))
         weight *= decay
     return torch.stack(losses).sum()
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from cli_fakes import Pair, Run, write_rows
 from safetensors.torch import load_file, save_file
 
+from moedraft.cli.draft import Loss
 from moedraft.core import InvalidRequest
 from moedraft.drafting.base import features_of, first_guesses, load_feature_base
-from moedraft.feature.training import session
+from moedraft.feature.training import session, trainer
 from moedraft.feature.training.trainer import FeatureTrainer
+from moedraft.kernels import Kind
 from moedraft.loading.hashes import hash_files
 from moedraft.models import LanguageModel, load_model
 
@@ -61,6 +63,42 @@ def test_an_interrupted_training_goes_on_from_there(
         assert run(*options, "--minutes", 1).code == 130
     assert not (home / "draft-base").exists()
     assert "3 steps" in run(*options, "--minutes", 0.00001).out  # it has had its time
+
+
+@pytest.mark.parametrize("kind", [None, *get_args(Loss)])
+def test_the_kind_of_loss_is_chosen(
+    kind: str | None, run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward KL unless another one is asked for; a training that is gone on with keeps its own."""
+    assert get_args(Loss) == get_args(Kind)
+    seen, loss_of = [], trainer.loss_of
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        seen.append(arguments[-1])
+        return loss_of(*arguments)
+
+    monkeypatch.setattr(trainer, "loss_of", watched)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--minutes", 0.0001]
+    assert run(*options, *(["--kind", kind] if kind else [])).code == 0
+    assert set(seen) == {kind or "fkl"}
+    other = "jsd" if kind == "tvd" else "tvd"
+    assert "a training with another loss" in run(*options, "--kind", other).err
+    assert "--kind" in run(*options, "--kind", "nothing").err
+
+
+def test_a_training_from_before_there_were_other_kinds_goes_on(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--minutes", 0.0001]
+    assert run(*options).code == 0
+    file = home / "draft-base-training" / "training.json"
+    facts = json.loads(file.read_text())
+    assert facts.pop("loss") == "fkl"
+    file.write_text(json.dumps(facts))
+    assert "a training with another loss" in run(*options, "--kind", "rkl").err
+    assert run(*options).code == 0
 
 
 def test_given_answers_are_read_in_place_of_the_targets(

@@ -145,6 +145,44 @@ def shared(vocab: int, numbers: str, per: int) -> list[dict[str, Any]]:
     ]
 
 
+def served() -> list[dict[str, Any]]:
+    """What an engine launches: filtered or not, with drafts that were drawn and with certain ones.
+
+    `test_warm_up.py` compares with an engine that serves.
+    """
+    results = []
+    rows = {"CHUNK": 4096, "PACKED": False}
+    chunks = {"KP": 8, "NCP": 64, "PER": 1, **rows}
+    starts, summed = ("target_starts", "draft_starts"), ("d_max", "d_sum")
+    undrafted = ("draft", "draft_lse", "mass", "arrivals", "d_values", "d_lasts", *starts, *summed)
+
+    def add(kernel: Any, absent: tuple[str, ...], **more: Any) -> None:
+        results.append(compile_kernel(kernel, 8, absent, **more))
+
+    for cuts in ((), CUTS):
+        drafted = (*starts, *summed, *cuts)
+        certain, drawing = (*undrafted, *cuts), (*undrafted, *cuts, "counts")
+        checked = {"PER": 2, "BOTH": False, "SKIP_GREEDY_SUM": True, "HAS_COUNTS": True, **rows}
+        add(verify_kernels.sweep, drafted, **checked)
+        add(verify_kernels.sweep, certain, **checked)
+        add(verify_kernels.sweep, drawing, **checked | {"SKIP_GREEDY_SUM": False, "HAS_COUNTS": False})
+        for absent, has_draft in ((drafted, True), (certain, False)):
+            shape = {"HAS_DRAFT": has_draft, "HAS_LSE": has_draft, "HAS_COUNTS": True, **chunks}
+            add(verify_kernels.resolve, (*absent, "lses", "tops"), PURPOSE=3, **shape)
+            add(block_kernels.judge, absent, **shape)
+        shape = {"HAS_DRAFT": False, "HAS_LSE": False, "HAS_COUNTS": False, **chunks}
+        add(verify_kernels.resolve, drawing, PURPOSE=1, **shape)
+        unfiltered = ("values", "lasts") if cuts else ()
+        coupled = coupled_kernels.sweep_coupled
+        unasked = ("starts", "scaled", "sums", *unfiltered)
+        add(coupled, unasked, PER=2, WANT_LSE=False, HAS_COUNTS=True, **rows)
+        add(coupled, ("starts", "counts", *unfiltered), PER=2, WANT_LSE=True, HAS_COUNTS=False, **rows)
+    for absent, has_counts in ((("lses", "scaled", "sums", "tops"), True), (("counts",), False)):
+        choices = {"HAS_COUNTS": has_counts, "WANT_LSE": not has_counts, "KP": 8, "NCP": 64}
+        results.append(compile_kernel(coupled_kernels.choose, 4, absent, **choices))
+    return results
+
+
 def unaligned() -> list[dict[str, Any]]:
     """Verification where rows begin anywhere: with 50 257 entries, say, which are 13 chunks."""
     rows = ("target_starts", "draft_starts", "counts", *CUTS)
@@ -255,7 +293,7 @@ def main() -> None:
     results = []
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         results += verification(width, warps)
-    results += summation() + chains() + filters() + unaligned()
+    results += summation() + chains() + filters() + served() + unaligned()
     results += losses(151_936, lists=(16, 64)) + losses(1000)  # a trainer's lists have 16 tokens, unless told
     for vocab in (50_257, 262_144):
         results += losses(vocab, lists=(16, 64))

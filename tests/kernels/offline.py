@@ -59,6 +59,8 @@ def prepared(
     """
     shown = constants | ({} if fusion is None else {"FUSION": fusion}) | ({"ODD": True} if odd else {})
     shown |= ({} if numbers == "bf16" else {"NUMBERS": numbers}) | ({} if draft is None else {"DRAFT": draft})
+    without = sorted(set(absent) & set(kernel.arg_names))
+    shown |= {"WITHOUT": " ".join(without)} if without else {}
     types = TYPES | dict.fromkeys(LOGITS, f"*{numbers}") | {"draft": f"*{draft or numbers}"}
     if fusion is None:
         fusion = FUSION or kernel.__module__ == divergence_kernels.__name__

@@ -218,7 +218,7 @@ def assert_wide(kernel: dict[str, Any]) -> None:
     few = FEW in kernel["constants"]
     if kernel["kernel"] in SWEPT and not few:
         assert kernel["wide_loads"], kernel
-    if kernel["kernel"] in ("sweep", "sweep_coupled", "survey"):
+    if kernel["kernel"] in ("sweep", "sweep_coupled", "survey", "narrow"):
         assert kernel["wide_loads"] == chunk_loads(kernel), kernel
     assert kernel["narrow_in_streams"] == 0, kernel
     if kernel["kernel"] not in NARROW and not few:
@@ -228,8 +228,13 @@ def assert_wide(kernel: dict[str, Any]) -> None:
 
 
 def chunk_loads(kernel: dict[str, Any]) -> int:
-    """In how many loads of 16 bytes a thread reads its part of the chunks of its program, each entry once."""
+    """In how many loads of 16 bytes a thread reads its part of the chunks of its program, each entry once.
+
+    `narrow` has code that weighs these chunks, code that counts equal logits in them, and one chunk more.
+    """
     shape = ast.literal_eval(kernel["constants"])
     threads = 256 if shape["CHUNK"] == 4096 else 128
     each = shape["CHUNK"] // threads * WIDTHS[shape.get("NUMBERS", "bf16")] // 16
+    if kernel["kernel"] == "narrow":
+        return int(each * (2 * shape["PER"] + 1))
     return int(each * shape["PER"] * (2 if shape.get("BOTH") else 1))

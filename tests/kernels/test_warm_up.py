@@ -5,8 +5,11 @@ The kinds are those that Triton's own launcher tells apart; the kernels themselv
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +27,17 @@ from moedraft.drafting.model import ModelDrafter
 from moedraft.engine import verification, warming
 from moedraft.engine.engine import Engine
 from moedraft.engine.warming import warm_up
-from moedraft.kernels import block, coupled, fused_cut, verify
+from moedraft.kernels import (
+    block,
+    block_kernels,
+    coupled,
+    coupled_kernels,
+    cut_kernels,
+    fused_cut,
+    team_kernels,
+    verify,
+    verify_kernels,
+)
 from moedraft.routing.selector import FixedSelector
 
 from random_features import draft_for
@@ -42,6 +55,17 @@ CALLED = {
     drawing: ("sample_draft", "sample_coupled"),
     sampling: ("find_cuts",),
 }
+KERNELS = {
+    verify_kernels: LAUNCHED[verify],
+    block_kernels: LAUNCHED[block],
+    coupled_kernels: LAUNCHED[coupled],
+    team_kernels: ("survey", "aim", "narrow"),
+    cut_kernels: ("cut",),
+}
+FLAGS = (
+    "HAS_DRAFT", "HAS_LSE", "HAS_COUNTS", "PACKED", "BOTH", "SKIP_GREEDY_SUM", "WANT_LSE", "PURPOSE"
+)  # fmt: skip
+COMPILED = Path(__file__).with_name("compiled.json")
 Variant = tuple[str, str, str]
 
 
@@ -154,6 +178,37 @@ def test_nor_is_it_with_a_feature_drafter(rule: str, variants: set[Variant]) -> 
     assert "cut" in {name for name, _, _ in known}
     serve(engine)
     assert variants - known == set()
+
+
+def essence(name: str, constants: dict[str, Any]) -> str:
+    """What makes a variant of a kernel another code: its flags, and which arguments it is given none for.
+
+    Lengths, widths and types are left out.
+    """
+    flags = [f"{flag} {constants[flag]}" for flag in FLAGS if flag in constants]
+    return f"{name} {' '.join(flags)} without {constants.get('WITHOUT', 'nothing')}"
+
+
+def launched(variants: set[Variant]) -> set[str]:
+    """The `essence` of what was recorded."""
+    kernels = {name: getattr(module, name) for module, names in KERNELS.items() for name in names}
+    found = set()
+    for name, kinds, _ in variants:
+        values = dict(zip(kernels[name].arg_names, ast.literal_eval(kinds), strict=True))
+        constants = {arg: value for arg, (kind, value) in values.items() if kind == "constexpr"}
+        absent = sorted(arg for arg, value in constants.items() if value is None)
+        found.add(essence(name, constants | ({"WITHOUT": " ".join(absent)} if absent else {})))
+    return found
+
+
+@pytest.mark.parametrize("rule", ["chain", "block", "coupled"])
+def test_what_an_engine_launches_is_compiled_offline(rule: str, variants: set[Variant]) -> None:
+    """For each version of Triton, so that its registers and accesses are known without a GPU."""
+    serve(engine_of(rule))
+    serve(engine_with_features(rule))
+    for version, stored in json.loads(COMPILED.read_text()).items():
+        known = {essence(n, ast.literal_eval(c)) for n, c in (k.split(" ", 1) for k in stored["kernels"])}
+        assert launched(variants) - known == set(), version
 
 
 def lengths_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:

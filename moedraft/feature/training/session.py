@@ -25,6 +25,7 @@ from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training.corpus import TrainingText, answered, asked, choose_vocabulary, given
 from moedraft.feature.training.trainer import FeatureTrainer, TrainingPlan
 from moedraft.gguf import public_name
+from moedraft.kernels import Kind
 from moedraft.models import LanguageModel
 
 TEXTS, STATE, ORIGIN = "texts.jsonl", "training.safetensors", "training.json"
@@ -32,7 +33,7 @@ HELD_OUT, MOST_HELD_OUT = 0.05, 60  # share of the texts, and most of them, that
 ANSWERED = 64  # prompts between two notes of how far it is
 KEPT_EVERY = 120.0  # seconds between two states on disk
 
-Progress = Callable[[int, str], None]  # how much more is done, and a word about it
+Progress = Callable[[int, str | None], None]  # how much is done, and a word about it
 
 
 def work_folder(out: Path) -> Path:
@@ -65,19 +66,20 @@ def chosen_layers(wanted: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 
 def begin(
-    model: LanguageModel, wanted: tuple[int, ...], out: Path, max_tokens: int | None
+    model: LanguageModel, wanted: tuple[int, ...], out: Path, max_tokens: int | None, kind: Kind = "fkl"
 ) -> tuple[int, ...]:
     """The layers to read, after all has been checked that can be before the target answers.
 
     max_tokens: of the target's answers; None where it gives none. Raises UnsupportedModel where no drafter
     can be trained for this target, and InvalidRequest where `out` is that of a training of another target,
-    with other layers or with answers of another length.
+    with other layers, another kind of loss or with answers of another length.
     """
     layers = chosen_layers(wanted, model.num_layers)
     draft = untrained(model, torch.arange(min(16, model.vocab_size)), layers)
     Teacher(model.hf, layers, draft.vocabulary)
     folder = work_folder(out)
-    facts = {"target": model.weights_hash(), "layers": list(layers), "max_tokens": max_tokens}
+    facts: dict[str, Any] = {"target": model.weights_hash(), "layers": list(layers), "loss": kind}
+    facts["max_tokens"] = max_tokens
     if (folder / TEXTS).exists() or (folder / STATE).exists():
         before = _origin(folder)
         facts["max_tokens"] = max_tokens or before.get("max_tokens")
@@ -97,7 +99,8 @@ def _origin(folder: Path) -> dict[str, Any]:
     """What the training in `folder` began with. Raises InvalidRequest where nothing tells it."""
     try:
         found: dict[str, Any] = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-        return {name: found[name] for name in ("target", "layers", "max_tokens")}
+        known = {name: found[name] for name in ("target", "layers", "max_tokens")}
+        return known | {"loss": found.get("loss", "fkl")}  # once there was no other
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidRequest(
             f"{folder} does not tell what its training began with, as one of an earlier version does not; "
@@ -137,14 +140,15 @@ def collect(
     open_ones = [ids for ids in prompts if tuple(ids) not in done]
     if open_ones and size < model.vocab_size and (folder / STATE).exists():
         raise InvalidRequest(f"{folder} holds a training on other prompts; name another folder with --out.")
-    progress(len(pairs) - len(open_ones), "")
+    answered_before = len(pairs) - len(open_ones)
+    progress(answered_before, None)
     for first in range(0, len(open_ones), ANSWERED):
         chosen = open_ones[first : first + ANSWERED]
         fresh = answered(model, chosen, max_tokens)
         with (folder / TEXTS).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps([t.token_ids, t.num_prompt_tokens]) + "\n" for t in fresh)
         texts += fresh
-        progress(len(chosen), "")
+        progress(answered_before + first + len(chosen), None)
     return texts + read
 
 
@@ -222,7 +226,10 @@ def divided(texts: list[TrainingText]) -> tuple[list[TrainingText], list[Trainin
 
 
 class Session:
-    """A drafter being trained, to be written to `out`. Raises InvalidRequest for too few texts."""
+    """A drafter being trained, to be written to `out`. Raises InvalidRequest for too few texts.
+
+    kind: of the loss; a `plan` that is given holds its own.
+    """
 
     def __init__(
         self,
@@ -232,6 +239,7 @@ class Session:
         *,
         size: int,
         layers: tuple[int, ...] = (),
+        kind: Kind = "fkl",
         plan: TrainingPlan | None = None,
     ) -> None:
         texts = list({tuple(text.token_ids): text for text in texts}.values())
@@ -241,7 +249,7 @@ class Session:
         self.held_out, learned = divided(texts)
         draft = new_draft(model, learned, size, layers)
         teacher = Teacher(model.hf, draft.config.feature_layers, draft.vocabulary)
-        self.trainer = FeatureTrainer(draft, teacher, learned, plan)
+        self.trainer = FeatureTrainer(draft, teacher, learned, plan or TrainingPlan(kind=kind))
         if self.state.exists():
             self.trainer.load(self.state)
 
@@ -257,13 +265,12 @@ class Session:
         trainer = self.trainer
         kept = began = time.monotonic()
         before = trainer.seconds
-        progress(int(before), "")
+        progress(int(before), None)
         while trainer.seconds < seconds:
             loss = trainer.step(trainer.seconds / seconds)
             now = time.monotonic()
-            whole = int(trainer.seconds)
             trainer.seconds = before + now - began
-            progress(int(trainer.seconds) - whole, f"{trainer.tokens} tokens, loss {loss:.2f}")
+            progress(int(trainer.seconds), f"{trainer.tokens} tokens, loss {loss:.2f}")
             if now - kept > KEPT_EVERY:
                 trainer.save(self.state)
                 kept = now

@@ -28,6 +28,7 @@ from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training.corpus import TrainingText
 from moedraft.feature.training.reading import Reader
 from moedraft.feature.unroll import Batch, acceptance, loss_of
+from moedraft.kernels import Kind
 
 WARM_UP = 40  # steps
 FALLS = 0.6  # share of the training from which on the learning rate falls
@@ -46,6 +47,7 @@ class TrainingPlan:
     other_lr: float = 2e-3  # AdamW
     unrolled: int = 3  # steps of the drafter in the later part of the training
     decay: float = 0.8  # weight of each further step
+    kind: Kind = "fkl"  # of divergence from the target, see `moedraft.kernels.divergence`
     skip: int = 0  # first tokens of every text that teach nothing: a system prompt that is always the same
     seed: int = 0
 
@@ -88,7 +90,8 @@ class FeatureTrainer:
         unrolled = self.plan.unrolled if share >= UNROLLED else 1
         batch = self.reader.batch(chosen)
         with self._precision():
-            loss = loss_of(self.draft, self.teacher, batch, unrolled, self.plan.decay, self.plan.skip)
+            plan = self.plan
+            loss = loss_of(self.draft, self.teacher, batch, unrolled, plan.decay, plan.skip, plan.kind)
         self.draft.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         for name, optimiser in self.optimisers.items():
