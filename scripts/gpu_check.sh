@@ -12,6 +12,7 @@
 #   scripts/gpu_check.sh             all three, one after another
 #
 #   --out FOLDER     where the JSON files go (results/)
+#   WORKERS=N        environment: in how many processes tests run on a GPU (as many as there are cores, at most 12)
 #
 # Peers to compare with may lie in .peers/ of this repository, or in a folder that PYTHONPATH names; see
 # docs/benchmarks.md.
@@ -50,7 +51,7 @@ done
 export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1 TRITON_DEFAULT_FP_FUSION=1
 
 # Tests run in several processes on a GPU, since each waits for the compiler most of the time.
-workers="$(nproc)"
+workers="${WORKERS:-$(nproc)}"
 [ "$workers" -le 12 ] || workers=12
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "No CUDA device here: kernel tests run in the interpreter, benchmarks measure the references." >&2
@@ -95,8 +96,9 @@ for slice in "${slices[@]}"; do
             # What a GPU alone shows is in the slice before. The rest was tested elsewhere: what is compiled without
             # a GPU, and the scripts.
             tests kernel-tests 110 tests/kernels --ignore tests/kernels/test_kernels_gpu.py \
-                --ignore tests/kernels/test_kernels_compile.py --ignore-glob '*/test_bench_*' \
-                --ignore-glob '*/test_gpu_check*'
+                --ignore tests/kernels/test_kernels_compile.py --ignore tests/kernels/test_sum_layouts.py \
+                --ignore tests/kernels/test_warm_up.py --ignore tests/kernels/test_callers.py \
+                --ignore-glob '*/test_peer*' --ignore-glob '*/test_bench_*' --ignore-glob '*/test_gpu_check*'
             ;;
         rest)
             step "kernel benchmark" 120 "$python" scripts/bench_kernels.py --out "$out" --minutes 1 --tune

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from peer_folder import find_peers
 
+TOGETHER = 8  # tests that one process runs one after another, at most: neighbours use the same kernels
 WORST = ("failed", "skipped", "passed")  # of a test's three parts the first of these counts
 
 
@@ -71,7 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, parts = map(int, config.getoption("--part").split("/"))
-    items[:] = items[len(items) * part // parts : len(items) * (part + 1) // parts]
+    together = max(1, min(TOGETHER, len(items) // parts))
+    items[:] = [item for place, item in enumerate(items) if place // together % parts == part]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -79,9 +82,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         Lines(path).write(status=int(exitstatus))
 
 
+def read(lines: Path) -> list[dict[str, Any]]:
+    """What was written; a line that a process was writing when it was killed is left out."""
+    found = []
+    for line in lines.read_text().splitlines() if lines.exists() else []:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
 def summary(lines: Path) -> dict[str, Any]:
     """Counts, seconds, what failed and why, and what was running when the run ended."""
-    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    found = read(lines)
     workers = max((line.get("workers", 1) for line in found), default=1)
     tests = [line for line in found if "test" in line]
     begun = [line["began"] for line in found if "began" in line]

@@ -107,7 +107,9 @@ def loss_of(
         # The states at i + j hold the target's distribution of the token at i + j + 1, which row i guesses.
         counts = (where + step < batch.lengths[:, None]) & (where + step >= skip)
         counts = counts[:, : length - step]
-        normed = draft.normed(hidden[:, : length - step][counts]).to(rows.dtype)
+        normed = draft.normed(hidden[:, : length - step][counts])
+        if not torch.is_autocast_enabled(normed.device.type):
+            normed = normed.to(rows.dtype)
         truth = teacher.logits(batch.states[:, step:][counts])
         losses.append(weight * linear_divergence(normed, rows, teacher_logits=truth, kind=kind))
         weight *= decay

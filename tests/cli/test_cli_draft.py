@@ -85,6 +85,8 @@ def test_the_kind_of_loss_is_chosen(
     other = "jsd" if kind == "tvd" else "tvd"
     assert "a training with another loss" in run(*options, "--kind", other).err
     assert "--kind" in run(*options, "--kind", "nothing").err
+    (home / "draft-base-training" / "training.safetensors").unlink()  # as that message advises
+    assert run(*options, "--kind", other).code == 0  # the answers are still good
 
 
 def test_a_training_from_before_there_were_other_kinds_goes_on(

@@ -113,6 +113,7 @@ def chains() -> list[dict[str, Any]]:
 def filters() -> list[dict[str, Any]]:
     """The search for what filters leave, of bfloat16 rows and of a short float32 one; and its users."""
     results = [*shared(151_936, "bf16", 2), *shared(50_257, "bf16", 4), *shared(32_000, "bf16", 1)]
+    results += shared(151_936, "bf16", 2, ("top_k", "min_p"))
     for vocab, shift in ((151_936, 16), (50_257, 16), (8000, 16), (1024, 0)):
         tile = fused_cut.tile(vocab)
         warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
@@ -132,16 +133,19 @@ def filters() -> list[dict[str, Any]]:
     return results
 
 
-def shared(vocab: int, numbers: str, per: int) -> list[dict[str, Any]]:
-    """The kernels of rows that several programs share, which read `per` chunks each."""
+def shared(vocab: int, numbers: str, per: int, absent: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The kernels of rows that several programs share, which read `per` chunks each.
+
+    absent: limits that no row has.
+    """
     shape = fused_cut.team_tile(vocab) | {"SHIFT": {"bf16": 16, "fp16": 13, "fp32": 0}[numbers]}
     warps, fusion = shape.pop("num_warps"), shape.pop("enable_fp_fusion")
     assert fusion == offline.FUSION
     of = {"numbers": numbers, "odd": vocab % 16 > 0}
     return [
-        compile_kernel(team_kernels.survey, warps, (), **of, PER=per, CHUNK=shape["CHUNK"]),
-        compile_kernel(team_kernels.aim, warps, (), **of, **shape),
-        compile_kernel(team_kernels.narrow, warps, (), **of, PER=per, **shape),
+        compile_kernel(team_kernels.survey, warps, absent, **of, PER=per, CHUNK=shape["CHUNK"]),
+        compile_kernel(team_kernels.aim, warps, absent, **of, **shape),
+        compile_kernel(team_kernels.narrow, warps, absent, **of, PER=per, **shape),
     ]
 
 

@@ -143,6 +143,16 @@ def test_of_a_run_that_is_cut_short_is_known_what_came_before(tmp_path: Path) ->
     assert len(found["failed"]) == 2  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("tests", "status"), [("def test_right(): pass", 0), ("", 5)])
+def test_a_process_without_a_test_is_no_failure(tmp_path: Path, tests: str, status: int) -> None:
+    (tmp_path / "test_one.py").write_text(tests)
+    ran = subprocess.run(
+        [sys.executable, "-m", "gpu_workers", "2", "lines.jsonl", "test_one.py", "-q", "--rootdir", "."],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SCRIPTS)}, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == status
+
+
 def test_of_several_processes_all_must_have_finished(tmp_path: Path) -> None:
     """The last of three parts ends in the middle; what the others did is there."""
     found = reported(tmp_path, 3, CUT="1")

@@ -192,7 +192,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def test_less_than_a_mebibyte_for_sixty_four_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_than_a_mebibyte_for_sixty_four_sequences(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five positions, with as many logits as large models have: what is allocated is counted."""
 
     class Nothing:
@@ -201,8 +201,8 @@ def test_less_than_a_mebibyte_for_sixty_four_sequences(monkeypatch: pytest.Monke
 
     for name in ("survey", "aim", "narrow", "cut"):
         monkeypatch.setattr(fused_cut, name, Nothing())
-    logits = torch.empty((64, 5, 1), dtype=torch.bfloat16).expand(64, 5, 151_936)
-    limits = limits_of(64, "cpu", top_k=50, top_p=0.9, min_p=0.01)
+    logits = torch.empty((64, 5, 1), dtype=torch.bfloat16, device=device).expand(64, 5, 151_936)
+    limits = limits_of(64, device, top_k=50, top_p=0.9, min_p=0.01)
     with Allocations() as made:
         find_cuts(logits, **limits, backend="triton")
     room = fused_cut.Room.of(320, 38, torch.device("meta"))

@@ -83,6 +83,8 @@ def begin(
     if (folder / TEXTS).exists() or (folder / STATE).exists():
         before = _origin(folder)
         facts["max_tokens"] = max_tokens or before.get("max_tokens")
+        if not (folder / STATE).exists():
+            before["loss"] = kind  # answers do for any
         wrong = [name for name, value in before.items() if value is not None and facts[name] != value]
         if wrong:
             raise InvalidRequest(
