@@ -49,6 +49,7 @@ from moedraft.chat import prompt_ids
 from moedraft.config import load_settings
 from moedraft.core import SamplingParams
 from moedraft.drafting.base import FeatureBase, features_of
+from moedraft.feature.text_tokens import GrowingText
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.findings.estimates import change, quotient, ratio
 from moedraft.showcase.measure import step_costs, warm_up
@@ -90,7 +91,8 @@ def acceptances(
 ) -> dict[str, Pair]:
     """By drafter: Σ min(p, q) of its first drafted token, summed over the answer's tokens, and their number.
 
-    The first token of the answer is left out: a feature drafter has nothing to guess it from.
+    It draws as in serving: from its list, and from the tokens that stand in the text before. The first token
+    of the answer is left out: a feature drafter has nothing to guess it from.
     """
     system: System = systems.system
     domain, words = prompt
@@ -111,8 +113,11 @@ def acceptances(
         with systems.serving(name):
             bank.select([systems.drafts(name, domain)])
             hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
-            drawn = distribution(draft.logits(hidden[:, -count:])[0], temperature)
-            tokens = draft.vocabulary  # of whoever drafts now
+            normed, begin = draft.normed(hidden[:, -count:]), len(text) - count
+            beside = GrowingText(draft, text, begin).beside(draft.vocabulary)  # of whoever drafts now
+            known = torch.arange(begin, len(text), device=ids.device)
+            drawn = distribution(beside.add(draft.guess(normed)[0], normed[0], known), temperature)
+            tokens = beside.names
         both = torch.minimum(wanted[:, tokens], drawn)
         found[name] = float(both.sum()), float(count)
         likely = torch.zeros_like(wanted).scatter(1, wanted.topk(KEPT).indices, 1.0)[:, tokens]
