@@ -82,6 +82,13 @@ STAYS = (
 )
 
 
+LESS_SAFE = (
+    "**By the first of the two alone the default has not won**: with {where} a domain lost more than .01 of "
+    "its first guesses for a while with it, and none with {who}. It stays the default for what it gains."
+)
+BEHIND = "*{kind}* (in the end surely below the default on {count} of {patterns})"
+
+
 def part(whole: Whole) -> str:
     """The table and what follows from it; nothing where the default stands beside no other."""
     of = entries(whole)
@@ -193,7 +200,23 @@ def _ahead(of: Sequence[Entry]) -> str:
         verdicts = {more["verdict"] for more in (*ends, *came) if more is not None}
         if "worse" in verdicts and "better" not in verdicts and not harmed(one, list(one.patterns)):
             found.append(f"*{one.kind}*")
-    return AHEAD.format(who=listed(found)) if found else STAYS
+    return AHEAD.format(who=listed(found)) if found else _less_safe(of) or STAYS
+
+
+def _less_safe(of: Sequence[Entry]) -> str:
+    """Where the default does harm, and who harms nobody, there or elsewhere; nothing where that is nobody."""
+    *rivals, default = of
+    hurt = harmed(default, list(default.patterns))
+    safe = [one for one in rivals if {*hurt} & {*one.patterns} and not harmed(one, list(one.patterns))]
+    if not safe:
+        return ""
+    said = []
+    for one in safe:
+        ends = [each["default_more"].get(SERVED) for each in one.patterns.values()]
+        behind = sum(more is not None and more["verdict"] == "better" for more in ends)
+        patterns = how_many(len(one.patterns), "pattern")
+        said.append(BEHIND.format(kind=one.kind, count=behind, patterns=patterns))
+    return LESS_SAFE.format(where=listed(map(title_of, hurt)), who=listed(said))
 
 
 def _where(patterns: Sequence[str]) -> str:

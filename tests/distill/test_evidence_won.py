@@ -116,6 +116,23 @@ def test_a_default_that_harms_a_domain_is_called_so() -> None:
     assert "the default does not keep its promise here" in told(*runs)
 
 
+def test_a_default_that_harms_where_a_gated_rival_does_not_has_not_won_by_safety() -> None:
+    """On another pattern than the common one. The control: a rival that does harm there, too."""
+    common = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4])]
+    ran = (SERVED, ONE, arrangements.WITHHELD_GATED)
+    common += [made_up("steady", name, 0, [0.4, 0.5, 0.6]) for name in ran]
+    still = made_up("familiar", STATIC, 0, [0.4, 0.4, 0.4])
+    dip = made_up("familiar", SERVED, 0, [0.4, 0.3, 0.6])
+    safe = made_up("familiar", arrangements.WITHHELD_GATED, 0, [0.4, 0.4, 0.5])
+    text = told(*common, still, dip, safe)
+    assert "By the first of the two alone the default has not won" in text
+    assert "*one wide adapter, with gate, withheld from new domains* (in the end surely below" in text
+    assert "on 1 of 2 patterns)" in text
+    assert "the default is what won" not in text
+    harms = made_up("familiar", arrangements.WITHHELD_GATED, 0, [0.4, 0.3, 0.5])
+    assert "the default is what won" in told(*common, still, dip, harms)
+
+
 def test_a_small_loss_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [made_up("steady", STATIC, 0, [0.4, 0.4, 0.4]), made_up("steady", SERVED, 0, [0.4, 0.5, 0.6])]
     runs.append(made_up("steady", ONE, 0, [0.4, 0.37, 0.7]))
