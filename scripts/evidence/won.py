@@ -83,9 +83,11 @@ STAYS = (
 
 
 LESS_SAFE = (
-    "**By the first of the two alone the default has not won**: with {where} a domain lost more than .01 of "
-    "its first guesses for a while with it, and none with {who}. It stays the default for what it gains."
+    "**By safety alone the default has not won**: with {where} a domain lost more than .01 of its first "
+    "guesses for a while with it, by the mean of {seeds}, and none with {who}."
 )
+FOR_ITS_GAIN = " It stays the default for what it gains."
+ALSO = " It does harm itself with {where}, where no rival that was run there does none."
 BEHIND = "*{kind}* (in the end surely below the default on {count} of {patterns})"
 
 
@@ -176,7 +178,7 @@ def verdict(of: Sequence[Entry]) -> str:
     said = [f"*{kind}* on {len(found)}{_where(found)}" for kind, found in hurt.items()]
     safe = [kind for kind, found in hurt.items() if not found]
     if safe == [default.kind]:
-        won = "So only with the default no domain did."
+        won = f"So only with the default no domain did. {_less_safe(of)}".rstrip()
     elif default.kind in safe:
         others = listed(f"*{kind}*" for kind in safe if kind != default.kind)
         helped = any(kind + WITHHELD in safe for kind, found in hurt.items() if found)
@@ -200,7 +202,12 @@ def _ahead(of: Sequence[Entry]) -> str:
         verdicts = {more["verdict"] for more in (*ends, *came) if more is not None}
         if "worse" in verdicts and "better" not in verdicts and not harmed(one, list(one.patterns)):
             found.append(f"*{one.kind}*")
-    return AHEAD.format(who=listed(found)) if found else _less_safe(of) or STAYS
+    return AHEAD.format(who=listed(found)) if found else _less_safe(of) or STAYS + _also(of)
+
+
+def _also(of: Sequence[Entry]) -> str:
+    hurt = harmed(of[-1], list(of[-1].patterns))
+    return ALSO.format(where=listed(map(title_of, hurt))) if hurt else ""
 
 
 def _less_safe(of: Sequence[Entry]) -> str:
@@ -210,13 +217,17 @@ def _less_safe(of: Sequence[Entry]) -> str:
     safe = [one for one in rivals if {*hurt} & {*one.patterns} and not harmed(one, list(one.patterns))]
     if not safe:
         return ""
-    said = []
+    there = [pattern for pattern in hurt if any(pattern in one.patterns for one in safe)]
+    said, gains = [], False
     for one in safe:
         ends = [each["default_more"].get(SERVED) for each in one.patterns.values()]
         behind = sum(more is not None and more["verdict"] == "better" for more in ends)
         patterns = how_many(len(one.patterns), "pattern")
+        gains |= behind > 0
         said.append(BEHIND.format(kind=one.kind, count=behind, patterns=patterns))
-    return LESS_SAFE.format(where=listed(map(title_of, hurt)), who=listed(said))
+    seeds = how_many(max(default.patterns[pattern]["seeds"] for pattern in there), "seed")
+    where = listed(map(title_of, there))
+    return LESS_SAFE.format(where=where, seeds=seeds, who=listed(said)) + (FOR_ITS_GAIN if gains else "")
 
 
 def _where(patterns: Sequence[str]) -> str:

@@ -125,12 +125,15 @@ def test_a_default_that_harms_where_a_gated_rival_does_not_has_not_won_by_safety
     dip = made_up("familiar", SERVED, 0, [0.4, 0.3, 0.6])
     safe = made_up("familiar", arrangements.WITHHELD_GATED, 0, [0.4, 0.4, 0.5])
     text = told(*common, still, dip, safe)
-    assert "By the first of the two alone the default has not won" in text
+    assert "By safety alone the default has not won" in text
+    assert "stays the default for what it gains" in text
     assert "*one wide adapter, with gate, withheld from new domains* (in the end surely below" in text
     assert "on 1 of 2 patterns)" in text
     assert "the default is what won" not in text
     harms = made_up("familiar", arrangements.WITHHELD_GATED, 0, [0.4, 0.3, 0.5])
-    assert "the default is what won" in told(*common, still, dip, harms)
+    also = told(*common, still, dip, harms)
+    assert "the default is what won" in also
+    assert "It does harm itself with steady mix with a domain that" in also
 
 
 def test_a_small_loss_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
