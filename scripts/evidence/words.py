@@ -110,10 +110,11 @@ METHOD_TEXT = """## How it was measured
   drafts of three. On [evidence-served](evidence-served.md) all runs with a domain that the drafter was
   trained on have the present gate, and so have separate experts, shared and experts in turns, lists for each
   domain (but for the first seed of the steady mix), and the fourth and fifth seed of the steady mix. That of
-  the other runs of that page, most of the default's among them, does not count what kept candidates did, where it asks whether a domain is better left to the draft base, but [what live adapters do on new
-  records](experiments.md#a-domain-that-the-drafter-knows), and gives such a domain adapters sooner; where one
-  domain follows another, the present one had .002 less in the end with the one seed that was run anew. The
-  base of an independent draft model serves no domain alone, so in the runs of
+  the other runs of that page, most of the default's among them, does not count what kept candidates did,
+  where it asks whether a domain is better left to the draft base, but [what live adapters do on new
+  records](experiments.md#a-domain-that-the-drafter-knows), and gives such a domain adapters sooner; where
+  one domain follows another, the present one had .002 less in the end with the one seed that was run anew.
+  The base of an independent draft model serves no domain alone, so in the runs of
   [evidence-mini-served](evidence-mini-served.md) the gate does not ask it. That of
   [evidence-turns](evidence-turns.md) decides alike on what is published, but throws joint candidates away
   sooner. All others were made with the forms that the gate had at their time, which publish
