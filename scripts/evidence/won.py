@@ -80,14 +80,12 @@ STAYS = (
     "No rival that harms nobody is surely better than the default anywhere, unless it is surely worse "
     "elsewhere. So by this order of the two the default is what won."
 )
-
-
 LESS_SAFE = (
     "**By safety alone the default has not won**: with {where} a domain lost more than .01 of its first "
     "guesses for a while with it, by the mean of {seeds}, and none with {who}."
 )
 FOR_ITS_GAIN = " It stays the default for what it gains."
-ALSO = " It does harm itself with {where}, where no rival that was run there does none."
+ALSO = " With {where} it does harm as well, and no rival that harms nobody was run there."
 BEHIND = "*{kind}* (in the end surely below the default on {count} of {patterns})"
 
 
@@ -206,12 +204,13 @@ def _ahead(of: Sequence[Entry]) -> str:
 
 
 def _also(of: Sequence[Entry]) -> str:
+    """Where the default does harm; nothing where it does none."""
     hurt = harmed(of[-1], list(of[-1].patterns))
     return ALSO.format(where=listed(map(title_of, hurt))) if hurt else ""
 
 
 def _less_safe(of: Sequence[Entry]) -> str:
-    """Where the default does harm, and who harms nobody, there or elsewhere; nothing where that is nobody."""
+    """Where the default does harm and a rival was run that harms nobody anywhere; "" where there is none."""
     *rivals, default = of
     hurt = harmed(default, list(default.patterns))
     safe = [one for one in rivals if {*hurt} & {*one.patterns} and not harmed(one, list(one.patterns))]

@@ -133,7 +133,7 @@ def test_a_default_that_harms_where_a_gated_rival_does_not_has_not_won_by_safety
     harms = made_up("familiar", arrangements.WITHHELD_GATED, 0, [0.4, 0.3, 0.5])
     also = told(*common, still, dip, harms)
     assert "the default is what won" in also
-    assert "It does harm itself with steady mix with a domain that" in also
+    assert "it does harm as well, and no rival that harms nobody was run there" in also
 
 
 def test_a_small_loss_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,17 @@ def assert_same(logits: Tensor, **limits: Tensor) -> None:
     assert torch.equal(fused.nan_to_num(nan=7.0), plain.nan_to_num(nan=7.0))
 
 
+def assert_mass_met(logits: Tensor) -> None:
+    """Of rows [B, V], with a top-p of nearly one: what it leaves out is as small as a rounding error."""
+    probs = logits.double().softmax(-1)
+    for top_p in (0.999, 0.999999):
+        limits = limits_of(len(logits), str(logits.device), top_p=top_p)
+        kept = ~apply_cuts(logits, find_cuts(logits, **limits, backend="triton")).isinf()  # type: ignore[arg-type]
+        mass, least = (probs * kept).sum(-1), torch.where(kept, probs, 1.0).amin(-1)
+        assert bool((mass >= top_p - 1e-6).all())
+        assert bool((mass - least <= top_p + 1e-6).all())
+
+
 def all_limits(device: str, temperature: float = 1.0) -> dict[str, Tensor]:
     """One sequence for each of LIMITS."""
     neutral = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -181,7 +181,7 @@ def test_nor_is_it_with_a_feature_drafter(rule: str, variants: set[Variant]) -> 
 
 
 def essence(name: str, constants: dict[str, Any]) -> str:
-    """What makes a variant of a kernel another code: its flags, and which arguments it is given none for.
+    """The part of a variant that changes a kernel's code: its flags, and which of its arguments are None.
 
     Lengths, widths and types are left out.
     """

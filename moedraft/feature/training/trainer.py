@@ -89,8 +89,8 @@ class FeatureTrainer:
         chosen = [(i, self.texts[i].token_ids[: self.plan.longest]) for i in self._next()]
         unrolled = self.plan.unrolled if share >= UNROLLED else 1
         batch = self.reader.batch(chosen)
+        plan = self.plan
         with self._precision():
-            plan = self.plan
             loss = loss_of(self.draft, self.teacher, batch, unrolled, plan.decay, plan.skip, plan.kind)
         self.draft.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
