@@ -46,20 +46,21 @@ def list_(
     if as_json:
         emit(found)
         return
-    keys = ("domain", "version", "state", "parent")
-    rows = [
-        (
-            *(f"{one[key]}, pinned" if key == "state" and one["pinned"] else one[key] for key in keys),
-            *(rate(one["acceptance"]), moment(one["created_at"])),
-        )
-        for one in found["adapters"]
-    ]
+    rows = [_version(one) for one in found["adapters"]]
     print_table("Adapters", ["expert", "version", "state", "parent", "acceptance", "created"], rows)
     if name is not None and found["updates"]:
         print_table(f"Updates of {name}", list(DECIDED), [_decided(one) for one in found["updates"]])
         for one in found["updates"]:
             if one.get("reason"):
                 say(f"{moment(one['created_at'])}: {one['reason']}")
+
+
+def _version(one: dict[str, Any]) -> tuple[Any, ...]:
+    """A version as a row."""
+    pinned = ", pinned" if one["pinned"] else ""
+    base = ", but the draft base serves" if one.get("unadapted") else ""  # an older server does not say
+    state, acceptance = f"{one['state']}{pinned}{base}", rate(one["acceptance"])
+    return one["domain"], one["version"], state, one["parent"], acceptance, moment(one["created_at"])
 
 
 def _decided(update: dict[str, Any]) -> tuple[str, ...]:
@@ -218,6 +219,8 @@ def _show_live(live: dict[str, Any], as_json: bool) -> None:
     say(f"{name}: version {version} is live" if version else f"{name}: the untrained expert is live")
     for one in live.get("experts", []):
         say(_followed(one))
+    for one in live.get("adapted", []):
+        say(f"{one}: adapters draft for it again, since a person chose; the draft base alone did until now")
 
 
 def _followed(expert: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -210,6 +210,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(visible(str(cell))) for cell in row))
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def serving_of(expert: Mapping[str, Any]) -> str:
+    """What drafts for an expert that the inventory or a server, which may be older, describes."""
+    from moedraft.insight.views import serving
+
+    unadapted, pinned = bool(expert.get("unadapted")), bool(expert.get("pinned"))
+    return serving(expert["version"], unadapted=unadapted, pinned=pinned)
 
 
 def rate(value: float | None) -> str:

@@ -27,6 +27,7 @@ from moedraft.cli.common import (
     rate,
     reading,
     say,
+    serving_of,
     settings_for,
     writing,
 )
@@ -179,13 +180,13 @@ def list_(
     if as_json:
         emit({"domains": found})
         return
-    keys = ("name", "description", "examples", "version", "replay_size")
+    keys = ("name", "description", "examples")
     covered = [rate((one.get("vocabulary") or {}).get("share")) for one in found]  # an older server has none
     rows = [
-        (*(one[key] for key in keys), guessed, moment(one["created_at"]))
+        (*(one[key] for key in keys), serving_of(one), one["replay_size"], guessed, moment(one["created_at"]))
         for one, guessed in zip(found, covered, strict=True)
     ]
-    columns = ["name", "description", "examples", "version", "replay", "on its list", "registered"]
+    columns = ["name", "description", "examples", "serves", "replay", "on its list", "registered"]
     print_table("Domains", columns, rows)
 
 
@@ -214,6 +215,8 @@ def show(
     examples = found["examples"]
     say(f"{found['name']}: {found['description'] or 'no description'}")
     say(f"registered {moment(found['created_at'])}, version {found['version']}, {found['updates']} updates")
+    if found.get("pinned"):  # an older server does not say
+        say("It is pinned, so it gets no new version until `moedraft adapter unpin`.")
     if found["unadapted"]:
         say("The draft without any adapter serves it now: that does better, or nothing was learned yet.")
     if guessed := found.get("vocabulary"):

@@ -50,7 +50,9 @@ def _print(state: dict[str, Any], as_json: bool) -> None:
     if as_json:
         emit(state)
     elif not state["enabled"]:
-        say("This server runs without learning.")
+        pid, held = state["follower"], ", and learning is paused" if state["paused"] else ""
+        beside = "no other process learns" if pid is None else f"another process (pid {pid}) learns"
+        say(f"This server runs without learning; {beside} for its home{held}.")
     else:
         why = f" ({state['waits']})" if state["waits"] else ""
         held = "paused, " if state["paused"] else ""

@@ -22,6 +22,7 @@ from moedraft.cli.common import (
     rate,
     reading,
     say,
+    serving_of,
     settings_for,
 )
 from moedraft.core import StorageError
@@ -192,8 +193,7 @@ def _row(name: str, data: dict[str, Any]) -> list[object]:
         for key in FIGURES
         for cell in (rate(data[key]), rate(data[f"recent_{key}"]), _change(data[f"{key}_change"]))
     ]
-    serving = "base" if data.get("unadapted") else data["version"]
-    return [name, data["requests"], *figures, data["replay_size"], data["updates"], serving]
+    return [name, data["requests"], *figures, data["replay_size"], data["updates"], serving_of(data)]
 
 
 def _change(change: dict[str, float] | None) -> str:

@@ -49,8 +49,9 @@ def update_entry(
 
 def reset_entry(registry: Registry, name: str, made: Candidate, verdict: Verdict | None) -> UpdateRecord:
     """Of an expert that an update of other adapters, which made `made`, has reset to untrained."""
-    versions = [one.version for one in registry.versions(name)]
-    none = replace(made, expert=name, parent=max(versions, default=0), records=0, steps=0)
+    live, versions = registry.live(name), [one.version for one in registry.versions(name)]
+    parent = live.version if live else max(versions, default=0)
+    none = replace(made, expert=name, parent=parent, records=0, steps=0)
     none = replace(none, acceptance_before=None, acceptance_after=None)
     return update_entry(registry, none, None, verdict, 0.0)
 

@@ -61,14 +61,21 @@ def summary(domain: Domain) -> Data:
 
 
 def adapters(store: Store, name: str | None = None) -> list[Data]:
-    """All versions, or those of one expert, oldest first. Raises InvalidRequest for an unknown name."""
+    """All versions, or those of one expert, oldest first. Raises InvalidRequest for an unknown name.
+
+    unadapted: the draft base alone serves the domain now, although the version is live.
+    """
     if name is not None:
         check_expert(store, name)
     versions = store.registry.versions(name)
     pinned = {one.domain for one in versions if is_pinned(store.registry, one.domain)}
-    live = {(one.domain, one.version) for one in versions if one.state == "live"}
+    unadapted = store.registry.unadapted()
     return [
-        {**_version(one), "pinned": one.domain in pinned and (one.domain, one.version) in live}
+        {
+            **_version(one),
+            "pinned": one.state == "live" and one.domain in pinned,
+            "unadapted": one.state == "live" and one.domain in unadapted,
+        }
         for one in versions
     ]
 
@@ -115,7 +122,6 @@ def experts(store: Store) -> dict[str, Data]:
 
 
 def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: int) -> Data:
-    live = store.registry.live(name)
     return {
         "requests": served.requests if served else 0,
         "tokens": served.tokens if served else 0,
@@ -127,8 +133,17 @@ def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: in
         "accepted_earlier_tokens": served.accepted_earlier_tokens if served else 0,
         "replay_size": replay_size,
         "updates": store.registry.updates(name),
+        **_serving(store, name),
+    }
+
+
+def _serving(store: Store, name: str) -> Data:
+    """What drafts for a domain, or for what fits none; see `views.serving`."""
+    live = store.registry.live(name)
+    return {
         "version": live.version if live else 0,
         "unadapted": name in store.registry.unadapted(),
+        "pinned": is_pinned(store.registry, name),
     }
 
 
@@ -155,10 +170,9 @@ def _change(change: Change | None) -> Data | None:
 
 def _state(store: Store, name: str) -> Data:
     """What serves the domain, and what is on its list."""
-    live, guessed = store.registry.live(name), coverage(store, name)
+    guessed = coverage(store, name)
     return {
-        "version": live.version if live else 0,
-        "unadapted": name in store.registry.unadapted(),
+        **_serving(store, name),
         "updates": store.registry.updates(name),
         "replay_size": store.replay.count(name),
         "vocabulary": None if guessed is None else asdict(guessed),
@@ -181,9 +195,12 @@ def _version(version: AdapterVersion) -> Data:
 def changed(name: str, change: Changed) -> Data:
     """The version of expert `name` that serves now; 0 is the untrained expert.
 
-    "experts" lists those that had been trained on a later shared adapter, with what each serves now.
+    "experts" lists those that had been trained on a later shared adapter, with what each serves now;
+    "adapted" the domains that the draft base alone served until now.
     """
     data: Data = {"domain": name, "version": change.live.version if change.live else 0}
     if change.experts:
         data["experts"] = [asdict(one) for one in change.experts]
+    if change.adapted:
+        data["adapted"] = list(change.adapted)
     return data

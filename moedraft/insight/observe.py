@@ -20,6 +20,7 @@ from moedraft.insight.tables import figures
 from moedraft.insight.tables.expert_tables import experts_table, versions_table
 from moedraft.insight.tables.spans import Grid, TimeSpan, grid_of
 from moedraft.insight.views import Expert, ExpertView, LearningView, Overview, RouterView
+from moedraft.storage.changes import is_pinned
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
 
@@ -143,6 +144,7 @@ class Observer:
             replay_newest=newest.created_at if newest else None,
             version=live.version if live else 0,
             unadapted=name in self._store.registry.unadapted(),
+            pinned=is_pinned(self._store.registry, name),
             updates=self._store.registry.updates(name),
             coverage=self._coverage(name, newest.id if newest else 0),
         )

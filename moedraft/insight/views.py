@@ -37,6 +37,12 @@ class Overview:
     experts: tuple[Expert, ...]
 
 
+def serving(version: int, *, unadapted: bool, pinned: bool) -> str:
+    """What drafts: a version, the untrained adapter, or the base alone; and whether a person keeps it so."""
+    what = "base" if unadapted else f"v{version}" if version else "untrained"
+    return f"{what}, pinned" if pinned else what
+
+
 @dataclass(frozen=True)
 class Expert:
     """One expert's figures: `stats` since the beginning, `share` and the figures after it in the span.
@@ -59,15 +65,13 @@ class Expert:
     replay_newest: float | None
     version: int  # live; 0 is the untrained expert
     unadapted: bool  # whether the draft base alone serves it now, since it does better than any adapter
+    pinned: bool  # by a person, so that it gets no new version
     updates: int
     coverage: Coverage | None  # None: every token is guessed, or there is no answer yet
 
     @property
     def serving(self) -> str:
-        """What drafts for it: a version, the untrained adapter, or the base."""
-        if self.unadapted:
-            return "base"
-        return f"v{self.version}" if self.version else "untrained"
+        return serving(self.version, unadapted=self.unadapted, pinned=self.pinned)
 
     @property
     def recent_tokens_per_step(self) -> float | None:

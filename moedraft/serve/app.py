@@ -19,16 +19,14 @@ from moedraft.serve.http.model_names import target_name
 from moedraft.serve.http.prompts import PromptPreparer
 from moedraft.serve.http.rest_of_body import RestOfBody
 from moedraft.serve.metrics.counters import PrometheusMetrics
-from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.supervisor.follower import Trainer
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import Key, KeyFile
 
 PUBLIC_BYTES = 4096  # of a body on a path that needs no key
 
 
-def create_app(
-    worker: Worker, supervisor: TrainerSupervisor | None, settings: Settings, own_key: Key | None = None
-) -> FastAPI:
+def create_app(worker: Worker, trainer: Trainer, settings: Settings, own_key: Key | None = None) -> FastAPI:
     """The FastAPI application with everything that is served over HTTP.
 
     `worker` must be started before the first request. `own_key` exists in this process only; with it the
@@ -48,8 +46,8 @@ def create_app(
     errors.install(app)
     for router in (health_routes.router, openai_routes.router, admin_routes.router, login_router(authority)):
         app.include_router(router)
-    context = _context(worker, supervisor, settings, authority)
-    metrics = PrometheusMetrics(target_name(settings), worker, supervisor)
+    context = _context(worker, trainer, settings, authority)
+    metrics = PrometheusMetrics(target_name(settings), worker, trainer)
     worker.system.engine.subscribe(metrics.finished)
     app.state.context, app.state.metrics = context, metrics
     if settings.dashboard:
@@ -74,9 +72,7 @@ def kind_of(path: str) -> str:
     return found[0].strip("/") if found else "unknown"
 
 
-def _context(
-    worker: Worker, supervisor: TrainerSupervisor | None, settings: Settings, authority: Authority
-) -> ServerContext:
+def _context(worker: Worker, trainer: Trainer, settings: Settings, authority: Authority) -> ServerContext:
     engine = worker.system.engine
     room = engine.max_model_len - 1
     limit = settings.max_prompt_tokens
@@ -89,4 +85,4 @@ def _context(
         vocab_size=engine.vocab_size,
         truncate=settings.long_prompts == "truncate",
     )
-    return ServerContext(worker, supervisor, settings, worker.system.store, prompts, authority)
+    return ServerContext(worker, trainer, settings, worker.system.store, prompts, authority)

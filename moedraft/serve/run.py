@@ -26,6 +26,7 @@ from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
 from moedraft.serve.http import log
 from moedraft.serve.http.protocol import LARGEST_HEAD, protocol_of
+from moedraft.serve.supervisor.follower import Trainer, TrainerBeside
 from moedraft.serve.supervisor.mailroom import Mailroom
 from moedraft.serve.supervisor.publisher import Publisher
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
@@ -67,11 +68,11 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         worker = Worker(system, max_waiting=settings.max_waiting)
         stack.callback(worker.stop)
         worker.start()
-        supervisor = _supervised(settings, worker, stack)
-        _refitted(settings, worker, supervisor, stack)
+        trainer = _supervised(settings, worker, stack)
+        _refitted(settings, worker, trainer, stack)
         _mailed(settings, worker, stack)
         own_key, secret = new_key(["admin"], "command line")
-        app = create_app(worker, supervisor, settings, own_key)
+        app = create_app(worker, trainer, settings, own_key)
         url = url_of(listener, settings.host)
         worker.warm_up_router()
         if settings.cpu_fast_paths:
@@ -214,9 +215,9 @@ def _mailed(settings: Settings, worker: Worker, stack: ExitStack) -> None:
     mailroom.start()
 
 
-def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> TrainerSupervisor | None:
+def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer:
     if not settings.learning:
-        return None
+        return TrainerBeside(settings.home, worker.system.store.registry)
     steps_aside = settings.train_idle_share > 0  # 0 means that the trainer never pauses for requests
     supervisor = TrainerSupervisor(
         settings,
@@ -232,17 +233,13 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
     return supervisor
 
 
-def _refitted(
-    settings: Settings, worker: Worker, supervisor: TrainerSupervisor | None, stack: ExitStack
-) -> None:
+def _refitted(settings: Settings, worker: Worker, trainer: Trainer, stack: ExitStack) -> None:
     """Have the router refitted on the traffic, and records filed, when experts may be trained too."""
-    if supervisor is None:
-        return
 
     def may() -> bool:
-        now = worker.snapshot()
+        now, learns = worker.snapshot(), trainer.state()
         calm = now.idle_share >= settings.train_idle_share and now.waiting <= settings.train_max_waiting
-        return calm and not supervisor.state().paused
+        return calm and not learns.paused and (learns.own or learns.pid is not None)
 
     refits = Refits(worker.system, may)
     stack.callback(refits.stop, CLOSE_SECONDS)

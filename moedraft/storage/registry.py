@@ -49,6 +49,7 @@ class Changed:
 
     live: AdapterVersion | None  # what serves now; None: the untrained adapter
     experts: tuple[Follower, ...] = ()  # that had been trained on a later shared adapter than this one
+    adapted: tuple[str, ...] = ()  # domains that the base alone drafted for, and adapters draft for now
 
 
 def check_expert_name(name: str) -> str:
@@ -232,9 +233,10 @@ class Registry:
         """
         with self._home.write(durable=True) as connection:
             last_version(connection, domain)
+            aside, adapted = names_under(connection, UNADAPTED), frozenset[str]()
             if chosen:
-                others = names_under(connection, UNADAPTED) - {domain}
-                set_unadapted(connection, () if domain == SHARED else others)
+                adapted = aside if domain == SHARED else aside & {domain}
+                set_unadapted(connection, aside - adapted)
             before = live_version(connection, domain)
             if version is not None:
                 found = find_version(connection, domain, version)
@@ -254,7 +256,7 @@ class Registry:
                 number = "0" if now is None else str(now.version)
                 connection.execute(insert(meta).values(key=CHOSEN + domain, value=number))
             moved = take_experts_back(connection, before, now) if domain == SHARED else ()
-            return Changed(now, moved)
+            return Changed(now, moved, tuple(sorted(adapted)))
 
     def is_chosen(self, domain: str, version: int) -> bool:
         """Whether a person has made this live (0: the untrained expert), and nothing newer came since."""

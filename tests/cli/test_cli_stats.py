@@ -95,6 +95,7 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "updates": 2,
         "version": 2,
         "unadapted": False,
+        "pinned": False,
     }
     untouched = data["experts"][SHARED]
     assert (untouched["requests"], untouched["acceptance_rate"], untouched["replay_size"]) == (0, None, 20)
@@ -212,6 +213,8 @@ def test_adapter_list_shows_what_the_gate_decided(run: Run, served: Path, store:
 def test_a_version_is_pinned_until_it_is_not(run: Run, trained: Path) -> None:
     assert "pinned" in run("adapter", "pin", "sql", "--home", trained).out
     assert "live, pinned" in run("adapter", "list", "--home", trained).out
+    assert "v2, pinned" in run("domain", "list", "--home", trained).out
+    assert "It is pinned" in run("domain", "show", "sql", "--home", trained).out
     assert "'sql' is pinned" in run("distill", "--domain", "sql", "--home", trained).err
     unpinned = run("adapter", "unpin", "sql", "--json", "--home", trained).data
     assert unpinned == {"domain": "sql", "pinned": False}
@@ -233,6 +236,24 @@ def test_promote_and_rollback_change_the_live_one(run: Run, trained: Path) -> No
     assert run("adapter", "rollback", "sql", "--home", trained).code == 2
     assert run("adapter", "promote", "sql", 7, "--home", trained).code == 2
     assert run("adapter", "promote", "none", 1, "--home", trained).code == 2
+
+
+def test_where_the_draft_base_serves_every_list_says_so(run: Run, home: Path, store: Store) -> None:
+    store.adapters.publish_together([candidate(name) for name in (SHARED, "sql")])
+    store.registry.set_unadapted(["sql"])
+    store.close()
+    assert "live, but the draft base serves" in run("adapter", "list", "--home", home).out
+    assert "base" in run("domain", "list", "--home", home).out
+    chosen = run("adapter", "promote", SHARED, 0, "--home", home).out
+    assert "sql: adapters draft for it again" in chosen
+    assert "but the draft base" not in run("adapter", "list", "--home", home).out
+
+
+def test_a_pin_without_a_version_is_seen(run: Run, home: Path, store: Store) -> None:
+    store.close()
+    run("adapter", "pin", "sql", "--home", home)
+    assert "untrained, pinned" in run("domain", "list", "--home", home).out
+    assert "untrained, pinned" in run("stats", "--home", home).out
 
 
 def test_a_rollback_of_the_shared_adapter_says_which_experts_followed(

@@ -21,7 +21,7 @@ from waiting import wait_for as until
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, StorageError
-from moedraft.distill.claim import learning_for
+from moedraft.distill.claim import learner, learning_for
 from moedraft.distill.following import mail
 from moedraft.distill.following.follow import LONGEST_PAUSE, FollowingProcess
 from moedraft.distill.following.mail import MailLink, letters, mail_of
@@ -147,6 +147,27 @@ def test_two_trainers_of_one_home_are_refused(rig: Rig) -> None:
         pass
     with learning_for(rig.store.home.path):
         pass
+
+
+def test_who_learns_for_a_home_can_be_asked_at_any_time(rig: Rig, tmp_path: Path) -> None:
+    home, enough = rig.store.home.path, threading.Event()
+
+    def ask() -> None:
+        while not enough.is_set():
+            learner(home)
+
+    assert learner(tmp_path / "nowhere") is None
+    assert learner(home) is None
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(300):  # a trainer is never refused because somebody asks
+            with learning_for(home):
+                assert learner(home) == os.getpid()
+        assert learner(home) is None
+    finally:
+        enough.set()
+        asking.join()
 
 
 # -- learning ----------------------------------------------------------------------------------

@@ -298,6 +298,29 @@ def test_a_version_that_was_taken_back_is_not_taken_for_the_updates_result(loop:
     assert loop.interval.barren == 0
 
 
+def test_a_pinned_expert_that_learns_is_not_taken_for_a_published_one(loop: JointLoop) -> None:
+    """Otherwise updates of which nothing is published would never become rare."""
+
+    class SaysOfShared(Says):
+        def __call__(
+            self, candidates: Sequence[Candidate], on_batch: Callable[[], None] = lambda: None
+        ) -> dict[str, Verdict]:
+            return {SHARED: self.verdict}
+
+    loop.trainer.kept = lambda candidate: None  # type: ignore[method-assign]
+    loop.store.registry.set_meta("pinned:code", "1")
+    loop.judge = SaysOfShared(Verdict("keep", 8, 0.1))
+    loop.interval.payback.is_paid = lambda gain, seconds: True  # type: ignore[method-assign, assignment]
+    for number in range(1, 4):
+        loop.again = 0
+        loop.store.replay.add([record(10 * number + i) for i in range(8)])
+        loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+        loop.run_once(SHARED)
+        assert loop.interval.barren == number
+        assert [one.expert for one in loop.outcomes] == [SHARED, "code"]
+        loop.outcomes.clear()
+
+
 def test_it_says_why_updates_have_become_rare(loop: JointLoop) -> None:
     assert loop.waits() == NO_RECORDS
     assert loop.needs() == "an update takes 4 new records, and there are 0."

@@ -149,6 +149,19 @@ def test_a_version_that_a_person_chose_stays(store: Store) -> None:
     assert watch("base") is not None
 
 
+def test_after_a_version_was_taken_back_the_one_before_is_watched(store: Store) -> None:
+    for value in (0.3, 0.0, -0.3):
+        published(store, shared=value)
+    came(store)
+    watch = Watch(Values(), store)
+    for number in (3, 2):
+        found = watch("base")
+        assert found is not None
+        assert (found.version.domain, found.version.version) == (SHARED, number)
+        store.registry.change(SHARED, None)
+    assert watch("base") is None, "version 1 gains on nothing at all"
+
+
 def a_loop(store: Store) -> DistillLoop:
     forgotten: list[str] = []
     trainer: Any = SimpleNamespace(student=SimpleNamespace(base_hash="base"), forget=forgotten.append, seed=0)

@@ -264,7 +264,7 @@ def make_app(
     authority = Authority(Keyring(KeyFile(store.home.path), open_without_keys=True), "127.0.0.1")
     context = SimpleNamespace(
         worker=worker,
-        supervisor=supervisor,
+        trainer=supervisor,
         store=store,
         settings=load_settings(home=store.home.path),
         authorise=authority,

@@ -20,6 +20,7 @@ from waiting import wait_for
 from moedraft.config import Settings, load_settings
 from moedraft.serve.app import create_app
 from moedraft.serve.run import GracefulServer
+from moedraft.serve.supervisor.follower import TrainerBeside
 from moedraft.serve.supervisor.supervisor import TrainerState
 from moedraft.serve.worker.worker import Worker
 from moedraft.system.build import System
@@ -72,6 +73,11 @@ class FakeSupervisor:
         self.now = replace(self.now, paused=False)
 
 
+def unwatched(worker: Worker, settings: Settings) -> TrainerBeside:
+    """In place of the trainer's supervisor, for a server that does not learn."""
+    return TrainerBeside(settings.home, worker.system.store.registry)
+
+
 @contextmanager
 def served(
     home: Path,
@@ -86,7 +92,7 @@ def served(
     settings = load_settings(home=home, **{**QUIET, **options})
     system = system or tiny_system(home)
     worker = Worker(system, max_waiting=max_waiting, clock=clock)
-    app = create_app(worker, supervisor, settings)
+    app = create_app(worker, supervisor or unwatched(worker, settings), settings)
     server = GracefulServer(app, worker, settings)
     worker.start()
     try:

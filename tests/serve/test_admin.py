@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from server import TARGET, FakeSupervisor, Served, check_error, served, slowed
 from waiting import wait_for
 
 from moedraft.core import AdapterVersion, ReplayRecord
+from moedraft.distill.claim import learning_for
+from moedraft.distill.pace.governor import is_paused
 from moedraft.learning_state import waiting
 from moedraft.routing.router import Router
 from moedraft.serve.supervisor.supervisor import TrainerState
@@ -295,10 +298,22 @@ def test_learning_is_paused_and_resumed(client: httpx.Client, supervisor: FakeSu
     assert "moedraft_trainer_running" in client.get("/metrics").text
 
 
-def test_without_learning_there_is_nothing_to_pause(tmp_path: Path) -> None:
+def test_a_trainer_that_follows_the_server_is_seen_and_paused(tmp_path: Path) -> None:
     with served(tmp_path) as found, found.client() as client:
-        assert client.get("/admin/learning").json() == {"enabled": False}
-        check_error(client.post("/admin/learning/pause"), 409)
+        registry = found.system.store.registry
+        assert client.get("/admin/learning").json() == {"enabled": False, "paused": False, "follower": None}
+        with learning_for(tmp_path):
+            assert client.get("/admin/learning").json()["follower"] == os.getpid()
+            assert client.post("/admin/learning/pause").json()["paused"] is True
+            assert is_paused(registry)
+            assert f'moedraft_trainer_running{{model_name="{TARGET}"}} 1.0' in client.get("/metrics").text
+        assert client.post("/admin/learning/resume").json() == {
+            "enabled": False,
+            "paused": False,
+            "follower": None,
+        }
+        assert not is_paused(registry)
+        assert "moedraft_trainer_restarts" not in client.get("/metrics").text
 
 
 def test_replay_is_purged(client: httpx.Client, found: Served) -> None:

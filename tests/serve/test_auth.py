@@ -18,7 +18,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from server import check_error
+from server import check_error, unwatched
 from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute, Host, Mount, Route, WebSocketRoute
 from starlette.types import Message
@@ -52,7 +52,7 @@ def keys(settings: Settings) -> KeyFile:
 @pytest.fixture
 def app(worker: Worker, settings: Settings) -> FastAPI:
     """Not listening to anything; its dashboard is mounted and does not run."""
-    return create_app(worker, None, settings)
+    return create_app(worker, unwatched(worker, settings), settings)
 
 
 def ask(
@@ -242,7 +242,7 @@ def test_bad_keys_are_refused(keys: KeyFile) -> None:
 
 def test_a_key_of_the_process_is_in_no_file(worker: Worker, settings: Settings, keys: KeyFile) -> None:
     own, secret = new_key(["admin"])
-    app = create_app(worker, None, settings, own)
+    app = create_app(worker, unwatched(worker, settings), settings, own)
     keys.create(["infer"])
     assert ask(app, "GET", "/admin/domains", headers=bearer(secret)).status_code == 200
     assert ask(app, "GET", "/v1/models", headers=bearer(secret)).status_code == 403
@@ -322,7 +322,9 @@ def test_a_file_of_no_keys_keeps_a_new_server_closed(
 ) -> None:
     keys.revoke(keys.create(["infer"])[0].id)
     assert keys.keys() == []
-    assert ask(create_app(worker, None, settings), "GET", "/v1/models").status_code == 401
+    assert (
+        ask(create_app(worker, unwatched(worker, settings), settings), "GET", "/v1/models").status_code == 401
+    )
 
 
 def test_a_change_is_on_the_disk_when_it_is_acknowledged(
@@ -553,7 +555,7 @@ def test_websockets_of_other_sites_are_refused(app: FastAPI, keys: KeyFile, sett
 def test_an_origin_may_be_allowed(worker: Worker, settings: Settings, keys: KeyFile) -> None:
     secret = keys.create(["dashboard"])[1]
     behind = settings.model_copy(update={"allowed_origins": ("https://Moedraft.example/",)})
-    app = create_app(worker, None, behind)
+    app = create_app(worker, unwatched(worker, behind), behind)
     assert login(app, secret, origin="https://moedraft.example").status_code == 303
     assert login(app, secret, origin="https://other.example").status_code == 403
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from serve_fakes import WordEmbedder, tiny_system
-from server import TARGET, FakeSupervisor, Served, check_error, events, listening, served
+from server import TARGET, FakeSupervisor, Served, check_error, events, listening, served, unwatched
 from waiting import wait_for
 
 from moedraft.cli import main
@@ -86,7 +86,7 @@ def found(home: Path) -> Iterator[Served]:
     settings = load_settings(home=home, learning=False, dashboard=False)
     own, secret = new_key(["admin"])
     worker = Worker(system, max_waiting=8)
-    app = create_app(worker, None, settings, own)
+    app = create_app(worker, unwatched(worker, settings), settings, own)
     server = GracefulServer(app, worker, settings)
     worker.start()
     with listening(server) as url:
@@ -137,15 +137,15 @@ def test_the_server_says_what_was_wrong(run: Run, found: Served, home: Path, law
 def test_learning_is_held_from_the_command_line(
     run: Run, found: Served, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "without learning" in run("learning", "show", "--home", home).out
-    refused = run("learning", "pause", "--home", home)
-    assert refused.code == 2
-    assert "without learning" in refused.err
+    shown = run("learning", "show", "--home", home).out
+    assert "without learning; no other process learns for its home." in shown
+    assert "learning is paused" in run("learning", "pause", "--home", home).out
+    assert "learning is paused" not in run("learning", "resume", "--home", home).out
     nobody = run("learning", "resume", "--home", tmp_path / "other")
     assert nobody.code == 2
     assert "No server runs" in nobody.err
     supervisor = FakeSupervisor(TrainerState(waiting("")))
-    monkeypatch.setattr(found.app.state, "context", replace(found.app.state.context, supervisor=supervisor))
+    monkeypatch.setattr(found.app.state, "context", replace(found.app.state.context, trainer=supervisor))
     assert run("learning", "pause", "--home", home, "--json").data["paused"] is True
     assert supervisor.now.paused
     assert "Learning is paused, waiting" in run("learning", "show", "--home", home).out

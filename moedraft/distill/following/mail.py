@@ -29,7 +29,7 @@ from moedraft.distill.messages import (
     from_server,
     from_trainer,
 )
-from moedraft.distill.pace.governor import PAUSED
+from moedraft.distill.pace.governor import is_paused
 from moedraft.learning_state import waiting
 from moedraft.storage.db import storage_errors
 from moedraft.storage.registry import Registry
@@ -57,7 +57,7 @@ class MailLink:
     @property
     def paused(self) -> bool:
         """Raises StorageError."""
-        return self._registry.get_meta(PAUSED) is not None
+        return is_paused(self._registry)
 
     def send(self, message: Message) -> None:
         self.check()

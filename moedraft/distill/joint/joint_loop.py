@@ -170,14 +170,21 @@ class JointLoop(DistillLoop):
         if outcomes := self.outcomes[withdrawn:]:
             # The time that the trainer was suspended is none of its own, but only the server knows it.
             seconds = min(sum(one.seconds for one in outcomes), time.process_time() - computing)
-            self._pace(outcomes, seconds, is_fresh, left)
+            self._pace(outcomes, seconds, is_fresh, left, published=bool(updates))
         self._keep()
         return updates.get(expert) or updates.get(SHARED)
 
-    def _pace(self, outcomes: Sequence[UpdateRecord], seconds: float, is_fresh: bool, left: int) -> None:
+    def _pace(
+        self,
+        outcomes: Sequence[UpdateRecord],
+        seconds: float,
+        is_fresh: bool,
+        left: int,
+        *,
+        published: bool,
+    ) -> None:
         """Decide after an update when the next one comes; `left` could still follow without new records."""
         shared = next((one for one in outcomes if one.expert == SHARED), None)
-        published = any(one.decision in (None, "promote") for one in outcomes)
         pays = self.interval.settled(shared, seconds, published=published, is_fresh=is_fresh)
         decision = shared.decision if shared else None
         if self.judge is not None and decision in ("promote", "keep") and not self.disturbed:

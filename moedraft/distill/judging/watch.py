@@ -88,14 +88,13 @@ class Watch:
         return None
 
     def _watched(self, name: str, base_hash: str) -> AdapterVersion | None:
-        """The live version of `name`; None if chosen by a person, not the newest, or proved better."""
+        """The live version of `name`; None if pinned or chosen by a person, or proved better."""
         registry = self.store.registry
         line = registry.lineage(name, base_hash)
-        newest = max((one.version for one in registry.versions(name)), default=0)
-        if not line or line[0].state != "live" or line[0].version != newest or is_pinned(registry, name):
+        if not line or line[0].state != "live" or is_pinned(registry, name):
             return None
-        settled = (name, newest) in self._settled or registry.is_chosen(name, newest)
-        return None if settled else line[0]
+        number = line[0].version
+        return None if (name, number) in self._settled or registry.is_chosen(name, number) else line[0]
 
     def _compared(self, live: AdapterVersion, on_batch: OnBatch) -> Verdict:
         """What serves now against what would serve without `live`, on the records that came since."""

@@ -42,6 +42,16 @@ def read_load(registry: Registry) -> Load | None:
         return None
 
 
+def is_paused(registry: Registry) -> bool:
+    """Whether an administrator has paused learning. Raises StorageError."""
+    return registry.get_meta(PAUSED) is not None
+
+
+def set_paused(registry: Registry, paused: bool) -> None:
+    """Raises StorageError; nothing has changed then."""
+    registry.set_meta(PAUSED, "1" if paused else None)
+
+
 def why_wait(load: Load | None, settings: Settings, now: float | None = None) -> str | None:
     """Why no update may run now; None where there is room for one.
 

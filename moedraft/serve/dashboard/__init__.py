@@ -49,7 +49,7 @@ def mount(app: FastAPI, context: ServerContext, *, clock: Callable[[], float] = 
     """Serve the dashboard of `context` at PATH of `app`. The application must not have started yet."""
     looking = Looking(
         context.worker,
-        context.supervisor,
+        context.trainer,
         Observer(context.store, clock),
         target_name(context.settings),
         context.authorise,

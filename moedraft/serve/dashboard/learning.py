@@ -39,14 +39,13 @@ if TYPE_CHECKING:
 class LearningPageData:
     figures: LearningView
     engine: Snapshot
-    trainer: TrainerState | None
+    trainer: TrainerState
 
 
 def learning_page(look: Look) -> None:
     def see() -> LearningPageData:
-        supervisor = look.at.supervisor
-        trainer = supervisor.state() if supervisor else None
-        return LearningPageData(look.at.observer.learning(look.span), look.at.worker.snapshot(), trainer)
+        figures, engine = look.at.observer.learning(look.span), look.at.worker.snapshot()
+        return LearningPageData(figures, engine, look.at.trainer.state())
 
     Live(look, see, lambda view: _build(look))
 
@@ -124,7 +123,7 @@ def _banner(view: LearningPageData) -> Markup:
     state = trainer_state(view.trainer)
     words = [tag("p", state.sentence, data_figure="trainer_state", data_value=state.word)]
     trainer = view.trainer
-    if trainer and trainer.last_error and state.tone != "bad":
+    if trainer.last_error and state.tone != "bad":
         words.append(tag("p", f"Its last failure: {trainer.last_error}", class_="hint"))
     if view.engine.learning.is_paused:
         words.append(tag("p", f"No records are kept: {sentence(view.engine.learning.reason)}", class_="bad"))
@@ -149,7 +148,7 @@ def _withdrawn(updates: Table) -> list[Markup]:
 def _strip(view: LearningPageData) -> Markup:
     seen, trainer = view.figures, view.trainer
     made = len(seen.updates.rows)
-    restarts = trainer.restarts if trainer else None
+    restarts = trainer.restarts if trainer.own else None
     return figures(
         figure("updates", "Updates", made, short(made), "In this time."),
         figure(

@@ -16,7 +16,7 @@ from moedraft.serve.http.errors import ApiError
 
 if TYPE_CHECKING:
     from moedraft.serve.http.context import Authorise
-    from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+    from moedraft.serve.supervisor.follower import Trainer
     from moedraft.serve.worker.worker import Worker
     from moedraft.storage.keys import Scope
 
@@ -28,7 +28,7 @@ class Looking:
     """The parts of the running server that pages read from."""
 
     worker: Worker
-    supervisor: TrainerSupervisor | None  # None: learning is off
+    trainer: Trainer
     observer: Observer
     model: str  # the target's name in the API
     authorise: Authorise  # checks who may look

@@ -54,14 +54,13 @@ SOURCE_PAINTS = ("var(--accent)", "var(--hue-1)", "var(--hue-2)", "var(--hue-sha
 class OverviewPageData:
     figures: Overview
     engine: Snapshot
-    trainer: TrainerState | None
+    trainer: TrainerState
 
 
 def overview_page(look: Look) -> None:
     def see() -> OverviewPageData:
-        supervisor = look.at.supervisor
-        trainer = supervisor.state() if supervisor else None
-        return OverviewPageData(look.at.observer.overview(look.span), look.at.worker.snapshot(), trainer)
+        figures, engine = look.at.observer.overview(look.span), look.at.worker.snapshot()
+        return OverviewPageData(figures, engine, look.at.trainer.state())
 
     Live(look, see, lambda view: _build(look), lambda view: None)
 
@@ -276,7 +275,7 @@ def _state(view: OverviewPageData) -> Markup:
     ]
     now = view.engine
     facts = [("Steps", count(now.steps)), ("Tokens since the start", count(now.tokens_total))]
-    if view.trainer:
+    if view.trainer.own:
         facts += [
             ("Versions published", count(view.trainer.updates)),
             ("Restarts of the trainer", count(view.trainer.restarts)),

@@ -42,12 +42,15 @@ def engine_state(now: Snapshot) -> StatusText:
     return StatusText("Idle", "quiet", f"Ready; all {now.slots} slots are free.")
 
 
-def trainer_state(now: TrainerState | None) -> StatusText:
-    """The trainer's state as text. None means that learning is switched off."""
-    if now is None:
-        return StatusText("Off", "quiet", "This server was started without learning.")
+def trainer_state(now: TrainerState) -> StatusText:
+    """The trainer's state as text."""
     if now.paused:
         return StatusText("Paused", "quiet", "Learning was paused by an administrator.")
+    if not now.own and now.pid is None:
+        text = "This server was started without learning, and no other process learns for it."
+        return StatusText("Off", "quiet", text)
+    if not now.own:
+        return StatusText("Beside", "good", f"Another process (pid {now.pid}) learns for this server.")
     if now.pid is None:
         again = f"The trainer is not running: {now.learning.text}."
         return (

@@ -21,9 +21,7 @@ from moedraft.cpu.threads import compute_alone
 from moedraft.insight import inventory
 from moedraft.serve.http.body import StrictRoute
 from moedraft.serve.http.context import ServerContext, context_of
-from moedraft.serve.http.errors import ApiError
 from moedraft.serve.http.schema import ErrorBody, Strict
-from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.storage import changes
 from moedraft.system.build import System, open_router
 from moedraft.system.domains.registering import check_examples, register_domain, remove_domain
@@ -153,22 +151,20 @@ async def unpin(request: Request, name: Name) -> Data:
 
 @router.get("/learning")
 def learning(request: Request) -> Data:
-    context = context_of(request)
-    if context.supervisor is None:
-        return {"enabled": False}
-    return {"enabled": True, **context.supervisor.state().data()}
+    """What the server's trainer does; of one that follows the server, its pid and whether it is paused."""
+    return context_of(request).trainer.state().data()
 
 
 @router.post("/learning/pause")
 def pause(request: Request) -> Data:
     """No update is begun, and one that goes on waits, until `resume`."""
-    _supervisor(request).pause()
+    context_of(request).trainer.pause()
     return learning(request)
 
 
 @router.post("/learning/resume")
 def resume(request: Request) -> Data:
-    _supervisor(request).resume()
+    context_of(request).trainer.resume()
     return learning(request)
 
 
@@ -230,10 +226,3 @@ async def _change(context: ServerContext, work: Callable[[], T]) -> T:
 def _reload(system: System) -> None:
     with system.changing:
         system.router.reload()
-
-
-def _supervisor(request: Request) -> TrainerSupervisor:
-    supervisor = context_of(request).supervisor
-    if supervisor is None:
-        raise ApiError(409, "This server runs without learning.", code="learning_off")
-    return supervisor

@@ -10,7 +10,7 @@ from starlette.requests import HTTPConnection
 
 from moedraft.config import Settings
 from moedraft.serve.http.prompts import PromptPreparer
-from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.supervisor.follower import Trainer
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import Scope
 from moedraft.storage.store import Store
@@ -25,7 +25,7 @@ class Authorise(Protocol):
 @dataclass(frozen=True)
 class ServerContext:
     worker: Worker
-    supervisor: TrainerSupervisor | None  # None: learning is off
+    trainer: Trainer
     settings: Settings
     store: Store
     prompts: PromptPreparer

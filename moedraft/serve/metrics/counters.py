@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 
 from moedraft.core import SHARED, Sequence
 from moedraft.serve.metrics.gauges import Gauges
-from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.supervisor.follower import Trainer
 from moedraft.serve.worker.worker import Worker
 from moedraft.system.recorder import script_of
 
@@ -34,7 +34,7 @@ GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3
 class PrometheusMetrics:
     """The server's counters and histograms, in a registry of its own so that several servers can coexist."""
 
-    def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
+    def __init__(self, model_name: str, worker: Worker, trainer: Trainer) -> None:
         # Otherwise each counter had a second series with its creation time, which nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -71,7 +71,7 @@ class PrometheusMetrics:
         self._first = self._histogram("time_to_first_token", "Arrival to the first token", LATENCIES)
         self._gap = self._histogram("inter_token_latency", "Mean gap between an answer's tokens", GAPS)
         self._whole = self._histogram("e2e_request_latency", "Arrival to the last token", LATENCIES)
-        self.registry.register(Gauges(model_name, worker, supervisor))
+        self.registry.register(Gauges(model_name, worker, trainer))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

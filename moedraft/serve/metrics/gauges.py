@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moedraft.core import SHARED, GateDecision, StorageError, UpdateRecord
-from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.supervisor.follower import Trainer
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.updates import Decided
 
@@ -18,8 +18,8 @@ from moedraft.storage.updates import Decided
 class Gauges(Collector):
     """Figures that are read from the worker, the supervisor and the home at the moment of a scrape."""
 
-    def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
-        self._model_name, self._worker, self._supervisor = model_name, worker, supervisor
+    def __init__(self, model_name: str, worker: Worker, trainer: Trainer) -> None:
+        self._model_name, self._worker, self._trainer = model_name, worker, trainer
         self._decided = Decided(worker.system.store.updates)
 
     def describe(self) -> list[Metric]:
@@ -36,9 +36,9 @@ class Gauges(Collector):
         yield self._gauge("draining", "1 while the server shuts down", float(now.draining))
         if now.speedup is not None:
             yield self._gauge("speedup", "Against plain decoding, measured by plain steps", now.speedup)
-        if self._supervisor is not None:
-            state = self._supervisor.state()
-            yield self._gauge("trainer_running", "1 while a trainer lives", float(state.pid is not None))
+        state = self._trainer.state()
+        yield self._gauge("trainer_running", "1 while a trainer lives", float(state.pid is not None))
+        if state.own:
             yield self._gauge("trainer_restarts", "Since the start of the server", state.restarts)
             yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
         with suppress(StorageError):  # whoever learns for this home, another process perhaps

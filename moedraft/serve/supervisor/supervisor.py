@@ -35,7 +35,7 @@ from moedraft.distill.messages import (
     Resume,
     StateReport,
 )
-from moedraft.distill.pace.governor import PAUSED
+from moedraft.distill.pace.governor import is_paused, set_paused
 from moedraft.learning_state import LearningKind, LearningState
 from moedraft.serve.supervisor.child import Child, ChildFailed
 from moedraft.serve.supervisor.conversation import Conversation
@@ -63,6 +63,7 @@ class TrainerState:
     """What the trainer last reported, and the state of its process."""
 
     learning: LearningState = NOT_STARTED
+    own: bool = True  # False: the server does not learn; of a trainer that follows it, `pid` and `paused`
     held: bool = False  # suspended during an update, because requests are being served
     paused: bool = False  # by an administrator
     pid: int | None = None  # None: no process runs
@@ -79,7 +80,10 @@ class TrainerState:
     def data(self) -> dict[str, Any]:
         """The state as the administrator's routes show it."""
         now = self.learning
+        if not self.own:
+            return {"enabled": False, "paused": self.paused, "follower": self.pid}
         return {
+            "enabled": True,
             "status": now.text,
             "waits": now.waits_for,
             "held": self.held,
@@ -124,7 +128,7 @@ class TrainerSupervisor:
         self._hold: Hold | None = None  # of the process that runs
         # for each expert: how many of its updates, one after another, ended with the death of the process
         self._deadly: Counter[str] = Counter()
-        self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
+        self._state = TrainerState(paused=is_paused(store.registry))
         self._lock = threading.Lock()  # protects `_state`
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moedraft-trainer", daemon=True)
@@ -151,12 +155,12 @@ class TrainerSupervisor:
 
         Raises StorageError if the store cannot be written; nothing has changed then.
         """
-        self._store.registry.set_meta(PAUSED, "1")
+        set_paused(self._store.registry, True)
         self._set(paused=True)
 
     def resume(self) -> None:
         """Let learning go on. Raises StorageError if the store cannot be written."""
-        self._store.registry.set_meta(PAUSED, None)
+        set_paused(self._store.registry, False)
         self._set(paused=False)
 
     def _set(self, **changes: object) -> None:
