@@ -28,7 +28,7 @@ ROOMS = {
     "distill": (16, 1790),
     "distill/features": (9, 920),
     "distill/guessing": (4, 230),
-    "distill/following": (3, 235),
+    "distill/following": (3, 240),
     "distill/joint": (6, 630),
     "distill/lora": (4, 420),
     "distill/text": (7, 600),

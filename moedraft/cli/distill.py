@@ -129,7 +129,7 @@ def run_updates(loop: DistillLoop, name: str | None, steps: int) -> Iterator[Upd
             loop.run_once(expert, steps=steps, on_step=advance)
         yield from loop.outcomes
         if loop.state.is_paused:
-            raise StorageError(f"Nothing could be stored: {loop.state.reason}")
+            raise StorageError(f"The update failed: {loop.state.reason}")
 
 
 def check_records(store: Store, name: str) -> None:

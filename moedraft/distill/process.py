@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import torch
 
@@ -49,6 +48,8 @@ class OutOfMemory(MoedraftError):
 class Process:
     """Runs updates while there is room for them, and says what it does."""
 
+    afterwards: ClassVar[str] = "a new process will try again"  # once this one has ended without memory
+
     settings: Settings
     store: Store
     loop: DistillLoop
@@ -81,8 +82,14 @@ class Process:
         self.loop.run_once(expert, on_step=lambda *at: self._between(self._training(expert, *at)))
         self.failures = self.failures + 1 if self.loop.state.is_paused else 0
         if self.failures:
-            _check_memory(self.loop.last_fault, self.store.home.path)
+            self._check_memory()
             self._rest(min(LONGEST_REST, 2.0**self.failures))
+
+    def _check_memory(self) -> None:
+        """Raises OutOfMemory where that is why the last update failed."""
+        if any(words in self.loop.last_fault for words in NO_MEMORY):
+            trainer_file.remove(self.store.home.path)  # else a new process would begin with as much
+            raise OutOfMemory(f"An update found no memory; {self.afterwards}.")
 
     def _between(self, state: LearningState) -> None:
         """Between two batches: say how far it is, and wait while the engine needs the machine."""
@@ -142,13 +149,6 @@ class Process:
         if report != self.said or now - self.said_at >= HEARTBEAT:
             self.link.send(report)
             self.said, self.said_at = report, now
-
-
-def _check_memory(fault: str, home: Path) -> None:
-    """Raises OutOfMemory where that is why an update failed."""
-    if any(words in fault for words in NO_MEMORY):
-        trainer_file.remove(home)  # else a new process would begin with as much
-        raise OutOfMemory("An update found no memory; a new process will try again.")
 
 
 def work(link: ServerLink) -> None:

@@ -203,12 +203,14 @@ class Observer:
         everything = self._updates(grid_of(span, now, None).start if span.seconds else -math.inf)
         grid = grid_of(span, now, everything[0].created_at if everything else None)
         updates = [update for update in everything if update.created_at >= grid.start]
-        gains = [gain for gain in map(figures.gain_of, updates) if gain is not None]
+        published = [update for update in updates if figures.is_published(update)]
+        gains = [update.gain for update in published if update.gain is not None]
         return LearningView(
             names=self._names(),
             updates=figures.updates_table(updates, grid),
             by_expert=figures.updates_by_expert(updates),
             seconds=sum(update.seconds for update in updates),
+            published=len(published),
             gain=ratio(sum(gains), len(gains)),
         )
 

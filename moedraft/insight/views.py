@@ -137,10 +137,11 @@ def overruled(routing: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LearningView:
-    """The updates in the span."""
+    """The updates in the span: one entry for each adapter that an update taught, and each taken back."""
 
     names: tuple[str, ...]  # of all experts, in the order in which they are shown
     updates: Table
     by_expert: Table
     seconds: float
-    gain: float | None  # mean gain of the updates for which it was measured
+    published: int  # of the entries, those that led to a version
+    gain: float | None  # mean of what the gate expected of these versions, in tokens per step of the target

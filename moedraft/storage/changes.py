@@ -18,15 +18,20 @@ REFIT = "router_refit"  # meta key: what the router's last fit on prompts of the
 PURGES_SEEN = "purges"  # in it: `Registry.purges` before the prompts were read
 
 
-def promote(store: Store, name: str, version: int) -> Changed:
+def promote(store: Store, name: str, version: int, base_hash: str | None = None) -> Changed:
     """Check the files of `version` and make it the one that serves; 0 is the untrained expert.
 
     Where that is an earlier shared adapter, experts that were trained on a later one go back to versions that
-    were not. Raises InvalidRequest.
+    were not. base_hash: of the draft base that serves, if one does. Raises InvalidRequest.
     """
     check_expert(store, name)
     found = [one for one in store.registry.versions(name) if one.version == version]
     if found:
+        if base_hash not in (None, found[0].base_hash):
+            raise InvalidRequest(
+                f"Version {version} of '{name}' was trained for another draft base ({found[0].base_hash}) "
+                f"than the one that serves ({base_hash})."
+            )
         store.adapters.load(found[0])
     with store.home.folder_lock:
         return store.registry.change(name, version, chosen=True)

@@ -14,6 +14,7 @@ from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
 
 from moedraft.core import SHARED, Domain, ReplayRecord, RequestStats, UpdateRecord
+from moedraft.distill.pace.governor import set_paused
 from moedraft.speculation import SpeculationStats
 from moedraft.storage import changes
 from moedraft.storage.store import Store
@@ -247,6 +248,18 @@ def test_where_the_draft_base_serves_every_list_says_so(run: Run, home: Path, st
     chosen = run("adapter", "promote", SHARED, 0, "--home", home).out
     assert "sql: adapters draft for it again" in chosen
     assert "but the draft base" not in run("adapter", "list", "--home", home).out
+
+
+def test_it_says_that_nothing_is_learned_while_shared_is_pinned_or_learning_is_paused(
+    run: Run, served: Path, store: Store
+) -> None:
+    assert "Learning: due: shared" in run("stats", "--home", served).out
+    changes.pin(store, SHARED)
+    found = run("stats", "--json", "--home", served).data["learning"]
+    assert (found["due"], found["status"]) == ([], "no update comes while 'shared' is pinned")
+    changes.pin(store, SHARED, False)
+    set_paused(store.registry, True)
+    assert "Learning: paused; due: shared" in run("stats", "--home", served).out
 
 
 def test_a_pin_without_a_version_is_seen(run: Run, home: Path, store: Store) -> None:

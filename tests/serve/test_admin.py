@@ -231,8 +231,9 @@ def test_serving_goes_on_while_a_domain_is_fitted(
 
 def add_versions(found: Served, count: int = 2) -> None:
     for number in range(1, count + 1):
+        base = found.system.bank.base_hash
         version = AdapterVersion(
-            "code", number, number - 1, f"adapters/code/{number}", "tiny", 0.5, 1.0, "live"
+            "code", number, number - 1, f"adapters/code/{number}", base, 0.5, 1.0, "live"
         )
         found.system.store.registry.add_version(version)
 
@@ -257,6 +258,14 @@ def test_versions(client: httpx.Client, found: Served, monkeypatch: pytest.Monke
     assert client.post("/admin/adapters/code/rollback").json() == {"domain": "code", "version": 1}
     assert client.post("/admin/adapters/code/promote", json={"version": 0}).json()["version"] == 0
     assert len(refreshed) == 4
+
+
+def test_a_version_of_another_draft_base_is_not_promoted(client: httpx.Client, found: Served) -> None:
+    other = AdapterVersion("code", 1, 0, "adapters/code/1", "another", 0.5, 1.0, "retired")
+    found.system.store.registry.add_version(other)
+    refused = client.post("/admin/adapters/code/promote", json={"version": 1})
+    check_error(refused, 400)
+    assert "was trained for another draft base (another)" in refused.text
 
 
 def test_a_version_without_files_is_not_promoted(client: httpx.Client, found: Served) -> None:

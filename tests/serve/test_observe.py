@@ -273,12 +273,13 @@ def test_learning(filled: Store) -> None:
     found = [view.updates.column(key)[-1] for key in gate]
     assert found == ["keep", 0.25, -0.5, 1.0, 0.75, 12, "In doubt."]
     assert view.seconds == pytest.approx(sum(update.seconds for update in updates))
-    gains = [
-        u.acceptance_after - u.acceptance_before
-        for u in updates
-        if u.acceptance_before and u.acceptance_after
-    ]
-    assert view.gain == pytest.approx(sum(gains) / len(gains))
+    assert (view.published, view.gain) == (len(updates) - 1, None)
+    for decision, gain in (("promote", 0.5), ("along", 0.1), ("discard", -9.0), ("withdraw", -9.0)):
+        filled.updates.add(replace(updates[-1], decision=decision, gain=gain))
+    pinned = replace(updates[-1], decision=None, gain=None, version=99, parent=99)
+    filled.updates.add(pinned)
+    more = Observer(filled).learning(ALL)
+    assert (more.published, more.gain) == (view.published + 2, pytest.approx(0.3))
     assert sum(float(s or 0) for s in view.by_expert.column("seconds")) == pytest.approx(view.seconds)
     assert Observer(filled).learning(SPANS["15m"]).updates.column("version")[-1] == 99
 

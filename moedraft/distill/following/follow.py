@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import ClassVar
 
 from moedraft.config import Settings
 from moedraft.distill.assembly import build_loop
@@ -33,6 +34,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @dataclass
 class FollowingProcess(Process):
     """Runs updates as the server's own trainer does, and keeps to its share of the time by itself."""
+
+    afterwards: ClassVar[str] = "so this process has ended; start it again"
 
     worked_since: float = field(default_factory=time.monotonic)
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from moedraft.config import Settings
 from moedraft.core import SHARED
-from moedraft.distill.pace.governor import news
+from moedraft.distill.pace.governor import is_paused, news
 from moedraft.distill.pace.interval import Interval
 from moedraft.learning_state import NO_RECORDS
+from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import Store
 
 
@@ -24,10 +25,13 @@ def outlook(store: Store, settings: Settings) -> dict[str, Any]:
         interval.resume()
         wanted = interval.wanted(found)
         due = [SHARED] if found >= wanted else []
-        if interval.why_rare:
+        if is_pinned(store.registry, SHARED):
+            due, status = [], f"no update comes while '{SHARED}' is pinned"
+        elif interval.why_rare:
             status = f"{found} of {wanted} new records are there; {interval.why_rare}"
+    status = f"due: {', '.join(due)}" if due else status
     return {
-        "status": f"due: {', '.join(due)}" if due else status,
+        "status": f"paused; {status}" if is_paused(store.registry) else status,
         "due": due,
         "records": store.replay.count(),
         "new_records": new_records,

@@ -229,6 +229,13 @@ def gain_of(update: UpdateRecord) -> float | None:
     return update.acceptance_after - update.acceptance_before
 
 
+def is_published(update: UpdateRecord) -> bool:
+    """Whether it led to a version; without a gate, of an adapter that is not pinned, every update does."""
+    if update.decision is None:
+        return update.version != update.parent
+    return update.decision in ("promote", "along")
+
+
 def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
     """The updates, oldest first."""
     columns = (

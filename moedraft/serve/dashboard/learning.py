@@ -20,10 +20,10 @@ from moedraft.serve.dashboard.markup import (
     duration,
     figure,
     figures,
+    gained,
     join,
     numbers,
     pill,
-    points,
     short,
     tag,
 )
@@ -69,7 +69,8 @@ class LearningPanels:
                     look,
                     "updates",
                     "What each update gained",
-                    "First guesses right on held-out records, after less before, in points of a hundred.",
+                    "First guesses right on held-out records, after training less before it, in points of a "
+                    "hundred.",
                     none,
                     wide=True,
                 ),
@@ -81,8 +82,9 @@ class LearningPanels:
                     look,
                     "updates",
                     "Updates",
-                    "The newest first. Tokens per step of the target, more or less than before, as the gate "
-                    "measured it by so many records; it lies between the two ends with 80 %.",
+                    "The newest first, a row for each adapter. Tokens per step of the target, more or less "
+                    "than by what serves, as the gate measured it by so many records; with 80 % it lies "
+                    "between the two ends.",
                     none,
                 ),
             )
@@ -147,10 +149,10 @@ def _withdrawn(updates: Table) -> list[Markup]:
 
 def _strip(view: LearningPageData) -> Markup:
     seen, trainer = view.figures, view.trainer
-    made = len(seen.updates.rows)
+    made, published = len(seen.updates.rows), f"{short(seen.published)} of them published."
     restarts = trainer.restarts if trainer.own else None
     return figures(
-        figure("updates", "Updates", made, short(made), "In this time."),
+        figure("updates", "Adapters taught", made, short(made), published),
         figure(
             "seconds",
             "Time spent",
@@ -159,7 +161,11 @@ def _strip(view: LearningPageData) -> Markup:
             "Training, not waiting.",
         ),
         figure(
-            "gain", "Mean gain", seen.gain, points(seen.gain), "Points of right first guesses, an update."
+            "gain",
+            "Mean gain",
+            seen.gain,
+            gained(seen.gain),
+            "Tokens per step of the target, by the gate, of what was published.",
         ),
         figure("restarts", "Restarts", restarts, count(restarts), "Of the trainer, since the start."),
     )

@@ -56,6 +56,11 @@ def points(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:+.1f}".replace("-", "−")
 
 
+def gained(value: float | None, digits: int = 2) -> str:
+    """A gain or a loss with its sign."""
+    return NONE if value is None else f"{value:+.{digits}f}".replace("-", "−")
+
+
 def changed(change: Change | None, *, shares: bool = False) -> str:
     """A difference and half the width of its 95 % interval; of shares in percentage points."""
     if change is None:

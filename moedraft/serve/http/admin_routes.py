@@ -121,8 +121,10 @@ async def promote(request: Request, name: Name, body: Promotion) -> Data:
     """Make a version the one that serves, after checking its files."""
     context = context_of(request)
 
+    base = context.worker.system.bank.base_hash
+
     def work() -> Data:
-        return inventory.changed(name, changes.promote(context.store, name, body.version))
+        return inventory.changed(name, changes.promote(context.store, name, body.version, base))
 
     return await _change(context, work)
 

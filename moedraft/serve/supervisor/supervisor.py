@@ -277,6 +277,8 @@ class TrainerSupervisor:
         if update is not None:
             update = replace(update, seconds=update.seconds - held)
         reply = self._publisher.done(message.model_copy(update={"update": update}))
+        if update is not None:
+            self._set(last_error=None)
         if update is not None and update.decision is not None:
             self._set(decisions=Counter(self._state.decisions) + Counter([update.decision]))
         self._deadly.pop(message.expert, None)
