@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from evidence import lows
+from evidence import came, lows
 from evidence.arrangements import (
     ARRANGEMENTS,
     GATED,
@@ -230,7 +230,13 @@ def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
             for domain, low in lost:
                 where = f"after {low['requests']} ({title_of(pattern)}{further})"
                 (sure if low["high"] < 0 else unsure).append(f"{domain} {interval(low)} {where}")
-    said = [f"Below static by more than .01 for a while: {listed(sure)}."] if sure else []
+            if pattern in POISONED:  # requests of a domain are that client's, too
+                continue
+            for domain, one in came.lost(figures["came"]).items():
+                verdicts.append(False if one["high"] < 0 else None)
+                where = f"on its own requests as they came ({title_of(pattern)}{further})"
+                (sure if one["high"] < 0 else unsure).append(f"{domain} {interval(one)} {where}")
+    said = [f"Below static by more than .01: {listed(sure)}."] if sure else []
     said += [f"Not sure: {listed(unsure)}."] if unsure else []
     return Reached(
         "none loses more than .01 while others learn", *_told(verdicts, said or ["None at any measurement."])

@@ -17,6 +17,7 @@ from evidence.arrangements import (
     WIDE_RIVALS,
 )
 from evidence.figures import Compared, Found, Rows, Runs, compared_in_json, first_guesses, in_json
+from evidence.lows import WORST
 from evidence.streams import ONLY, POISONED, title_of
 from evidence.words import DASH, difference, number, table
 from moedraft.showcase.findings.estimates import change, ratio
@@ -52,17 +53,33 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
         "level": in_json(ratio(first_guesses(_by_prompt(runs, pattern, seeds, found)))),
         "gain": None if name == STATIC else compared_in_json(compared(runs, pattern, STATIC, name)),
         "default_more": more,
+        "domains": {} if name == STATIC else _by_domain(runs, pattern, name),
     }
 
 
-def compared(runs: Runs, pattern: str, one: str, other: str) -> Compared | None:
-    """What `other` has more than `one`, prompt by prompt; None without seeds of both and of static."""
+def lost(came: Mapping[str, Any]) -> dict[str, Whole]:
+    """The domains whose own requests got less than from static, by more than the aims allow."""
+    return {domain: one for domain, one in came.get("domains", {}).items() if one["value"] < -WORST}
+
+
+def _by_domain(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
+    """What each domain's own requests got more than from static."""
+    [still, *_] = runs.of(pattern, STATIC, runs.seeds(pattern, STATIC, name))
+    domains = sorted({*still["domains"]})
+    return {one: compared_in_json(compared(runs, pattern, STATIC, name, one)) for one in domains}
+
+
+def compared(runs: Runs, pattern: str, one: str, other: str, domain: str | None = None) -> Compared | None:
+    """What `other` has more than `one`, prompt by prompt; None without seeds of both and of static.
+
+    domain: on the requests of this one only, which every seed must have.
+    """
     seeds = runs.seeds(pattern, STATIC, one, other)
     both = [runs.of(pattern, name, seeds) for name in (one, other)]
     if not seeds or not all(_whole(runs, pattern, seeds, found) for found in both):
         return None
-    before, after = (_by_prompt(runs, pattern, seeds, found) for found in both)
-    each = tuple(_share(_rows(b)) - _share(_rows(a)) for a, b in zip(*both, strict=True))
+    before, after = (_by_prompt(runs, pattern, seeds, found, domain) for found in both)
+    each = tuple(_share(_rows(b, domain)) - _share(_rows(a, domain)) for a, b in zip(*both, strict=True))
     return Compared(change(first_guesses(before), first_guesses(after)), each)
 
 
@@ -72,7 +89,9 @@ def _whole(runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[Found
     return all(0 < len(run["stream"]) == len(still["stream"]) for still, run in pairs)
 
 
-def _by_prompt(runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[Found]) -> Rows:
+def _by_prompt(
+    runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[Found], only: str | None = None
+) -> Rows:
     """The counts [prompts, 4] of these runs, one of each seed, added up over the requests with one prompt.
 
     The static draft guesses the same of a prompt whenever it comes. Prompts that happen to look alike to it
@@ -81,8 +100,9 @@ def _by_prompt(runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[F
     sums: dict[tuple[str, ...], Rows] = {}
     for still, run in zip(runs.of(pattern, STATIC, seeds), found, strict=True):
         for domain, known, row in zip(still["domains"], still["stream"], _rows(run), strict=True):
-            key = (domain, *map(str, known))
-            sums[key] = sums.get(key, 0) + row
+            if only in (None, domain):
+                key = (domain, *map(str, known))
+                sums[key] = sums.get(key, 0) + row
     return np.array(list(sums.values()))
 
 
@@ -105,8 +125,9 @@ def _row(name: str, one: Mapping[str, Any]) -> Sequence[str]:
     return ARRANGEMENTS[name].title, str(one["seeds"]), number(came["level"]), difference(came["gain"]), more
 
 
-def _rows(run: Found) -> Rows:
-    return np.array(run["stream"]).reshape(-1, 4)
+def _rows(run: Found, domain: str | None = None) -> Rows:
+    rows = np.array(run["stream"]).reshape(-1, 4)
+    return rows if domain is None else rows[[one == domain for one in run["domains"]]]
 
 
 def _share(rows: Rows) -> float:

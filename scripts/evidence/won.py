@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evidence import boundaries, lows
+from evidence import boundaries, came, lows
 from evidence.arrangements import ARRANGEMENTS, ONE_WIDE, ONE_WIDE_GATED, OTHER_WIDE, SERVED
 from evidence.streams import ONLY, POISONED, title_of
 from evidence.words import DASH, difference, how_many, listed, table
@@ -22,6 +22,7 @@ HEAD = (
     "patterns of traffic",
     "of these, a domain lost more than .01",
     "lowest point of all",
+    "least on a domain's own requests",
     "in the end, beside the default",
     "on the requests as they came",
     "first window of a new data set, beside static",
@@ -31,8 +32,9 @@ ABOUT = (
     "First that nobody loses, then what is gained: an operator who turns learning on must not fear for a "
     "domain. This order of the two is a choice, made when these figures were known; by what is gained alone"
     " the last columns decide. All of these make further updates, with a wide shared adapter or one adapter"
-    " as large. *Lost more than .01*: of first guesses, against static, at any measurement on the way or in"
-    " the end, by the mean of the seeds, and surely something by its interval, whether all seeds agree or "
+    " as large. *Lost more than .01*: of first guesses, against static, on held-out prompts at any "
+    "measurement on the way or in the end, or on the domain's own requests as they came; by the mean of the "
+    "seeds, and surely something by its interval, whether all seeds agree or "
     "not; intervals are not corrected for how many there are. What a rival has beside the default: on how "
     "many patterns it is surely better, level as far as can be told, and surely worse. The default leaves "
     f"domains with fewer than {TAUGHT} records to the draft base alone. *Withheld from new domains*: one "
@@ -82,10 +84,11 @@ STAYS = (
 )
 LESS_SAFE = (
     "**By safety alone the default has not won**: with {where} a domain lost more than .01 of its first "
-    "guesses for a while with it, by the mean of {seeds}, and none with {who}."
+    "guesses with it, by the mean of {seeds}, and none with {who}."
 )
 FOR_ITS_GAIN = " It stays the default for what it gains."
-ALSO = " With {where} it does harm as well, and no rival that harms nobody was run there."
+ALSO = " With {where} a domain lost more than .01 with it as well, and {others}."
+NOBODY_SAFER = "no rival that harms nobody was run there"
 BEHIND = "*{kind}* (in the end surely below the default on {count} of {patterns})"
 
 
@@ -136,7 +139,8 @@ def harmed(one: Entry, patterns: Sequence[str]) -> list[str]:
         for pattern in patterns
         if any(
             low["high"] < 0 and low["value"] < -lows.WORST
-            for low in lows.points(one.patterns[pattern]).values()
+            for found in (lows.points(one.patterns[pattern]), came.lost(one.patterns[pattern]["came"]))
+            for low in found.values()
         )
     ]
 
@@ -145,16 +149,19 @@ def _row(one: Entry, *, is_default: bool) -> list[str]:
     of = one.patterns
     each = [low for found in of.values() for low in lows.points(found).values()]
     lowest = min(each, key=lambda low: float(low["value"]), default=None)
+    own = [gain for found in of.values() for gain in found["came"].get("domains", {}).values()]
+    least = min(own, key=lambda gain: float(gain["value"]), default=None)
     ends = [found["default_more"].get(SERVED) for found in of.values()]
-    came = [found["came"].get("default_more", {}).get(SERVED) for found in of.values()]
+    live = [found["came"].get("default_more", {}).get(SERVED) for found in of.values()]
     edge = of.get(boundaries.PATTERN, {}).get("boundaries", {}).get("after")
     return [
         one.kind,
         str(len(of)),
         str(len(harmed(one, list(of)))),
         difference(lowest) if lowest else DASH,
+        difference(least) if least else DASH,
         DASH if is_default else _counted(ends),
-        DASH if is_default else _counted(came),
+        DASH if is_default else _counted(live),
         difference(edge),
     ]
 
@@ -187,7 +194,7 @@ def verdict(of: Sequence[Entry]) -> str:
         won = "So the default does not keep its promise here."
     whom = "all of these were" if len(most) == len(of) else "one adapter and the default were all"
     where = f"On the {how_many(len(common), 'pattern')} of traffic that {whom} run on"
-    lost = "a domain lost more than .01 of its first guesses for a while"
+    lost = "a domain lost more than .01 of its first guesses"
     return f"{where}, {lost} with {'; with '.join(said)}. {won}".rstrip()
 
 
@@ -196,8 +203,8 @@ def _ahead(of: Sequence[Entry]) -> str:
     found = []
     for one in of[:-1]:
         ends = [each["default_more"].get(SERVED) for each in one.patterns.values()]
-        came = [each["came"].get("default_more", {}).get(SERVED) for each in one.patterns.values()]
-        verdicts = {more["verdict"] for more in (*ends, *came) if more is not None}
+        live = [each["came"].get("default_more", {}).get(SERVED) for each in one.patterns.values()]
+        verdicts = {more["verdict"] for more in (*ends, *live) if more is not None}
         if "worse" in verdicts and "better" not in verdicts and not harmed(one, list(one.patterns)):
             found.append(f"*{one.kind}*")
     return AHEAD.format(who=listed(found)) if found else _less_safe(of) or STAYS + _also(of)
@@ -206,7 +213,15 @@ def _ahead(of: Sequence[Entry]) -> str:
 def _also(of: Sequence[Entry]) -> str:
     """Where the default does harm; nothing where it does none."""
     hurt = harmed(of[-1], list(of[-1].patterns))
-    return ALSO.format(where=listed(map(title_of, hurt))) if hurt else ""
+    there = [one for one in of[:-1] if {*hurt} & {*one.patterns}]
+    too = bool(there) and all(harmed(one, _run_on(one, hurt)) for one in there)
+    others = f"so with {listed(f'*{one.kind}*' for one in there)}" if too else NOBODY_SAFER
+    return ALSO.format(where=listed(map(title_of, hurt)), others=others) if hurt else ""
+
+
+def _run_on(one: Entry, patterns: Sequence[str]) -> list[str]:
+    """Those of the patterns that it was run on."""
+    return [pattern for pattern in patterns if pattern in one.patterns]
 
 
 def _less_safe(of: Sequence[Entry]) -> str:

@@ -133,7 +133,23 @@ def test_a_default_that_harms_where_a_gated_rival_does_not_has_not_won_by_safety
     harms = made_up("familiar", arrangements.WITHHELD_GATED, 0, [0.4, 0.3, 0.5])
     also = told(*common, still, dip, harms)
     assert "the default is what won" in also
-    assert "it does harm as well, and no rival that harms nobody was run there" in also
+    assert "lost more than .01 with it as well, and so with *one wide adapter, with gate, withheld" in also
+    assert "and no rival that harms nobody was run there" in told(*common, still, dip)
+
+
+def test_what_a_domain_lost_on_its_own_requests_counts_where_no_measurement_shows_it() -> None:
+    """Held-out prompts are measured now and then, and what was lost between is told by the requests."""
+    still = made_up("steady", STATIC, 0, [0.4, 0.4, 0.4]) | {
+        "stream": [[100, 50 + i % 3, i, 1] for i in range(40)]
+    }
+    fine = made_up("steady", SERVED, 0, [0.4, 0.5, 0.6])
+    fine |= {"stream": [[100, 60 + i % 3, i, 1] for i in range(40)]}
+    loses = made_up("steady", ONE, 0, [0.4, 0.5, 0.6])
+    loses |= {"stream": [[100, (60 if i < 20 else 45) + i % 3, i, 1] for i in range(40)]}
+    text = told(still, fine, loses)
+    row = next(line for line in text.splitlines() if line.startswith("| one wide adapter |"))
+    assert row.split(" | ")[2:5] == ["1", "+.100 [+.100, +.100] better", "−.050 [−.050, −.050] worse"]
+    assert "only with the default no domain did" in text
 
 
 def test_a_small_loss_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
