@@ -84,6 +84,8 @@ class Arrangement:
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
+OFFLINE, OFFLINE_WIDE = "offline", "offline:wide"
+BOUNDS = (OFFLINE, OFFLINE_WIDE)  # what has learned from all requests before the first one is served
 ONE_ADAPTER, ONE_GATED = "mixed-replay", "mixed-replay+gate"
 RESTARTED, RESUMED = "joint:restarted", "joint:resumed"
 EQUAL_COST = "joint:equal-cost"
@@ -128,7 +130,8 @@ _ALL = (
         "separate+gate", "separate experts, classifier, with gate", SeparateTrainer, True, True, gate=True
     ),
     Arrangement("turns+gate", "shared and experts in turns, with gate", TurnsTrainer, gate=True),
-    Arrangement("offline", "offline bound", beforehand=1.0),
+    Arrangement(OFFLINE, "offline bound", beforehand=1.0),
+    Arrangement(OFFLINE_WIDE, "offline bound, wide", shared=WIDE, beforehand=1.0),
     Arrangement("one-offline", "one adapter, offline", OneTrainer, False, True, beforehand=1.0),
     Arrangement("one-both", "one adapter, offline then online", OneTrainer, False, True, beforehand=0.5),
     *(Arrangement(f"joint:{kind}", f"joint, {kind}", plan={"kind": kind}) for kind in ("rkl", "jsd", "tvd")),
@@ -239,7 +242,7 @@ ARRANGEMENTS = _RUN | {
     )
     for name, rival in OF_WITHHELD.items()
 }
-MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
+MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, OFFLINE)
 ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
 ONLINE_GATED = tuple(f"{name}+gate" for name in ONLINE)  # the same with the gate that the default has
 TABLED = (*MAIN[:-2], *ONLINE_GATED, *MAIN[-2:])  # in the tables by traffic

@@ -44,6 +44,7 @@ COLOURS = {
     JOINT: BLUE,
     GATED: INK,
     "offline": "#c9b458",
+    "offline:wide": "#c9b458",
     NARROW: "#e589b4",
     ONE_WIDE: "#8c5a14",  # the rivals of the last one, which learn as often
     WITHHELD_GATED: "#2f8f9d",

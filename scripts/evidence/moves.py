@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from evidence.arrangements import ARRANGEMENTS, MAIN, SERVED, STATIC, WIDE_RIVALS
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    BOUNDS,
+    MAIN,
+    SERVED,
+    STATIC,
+    WIDE_RIVALS,
+)
 from evidence.streams import title_of
 from evidence.words import DASH, NOT_MEASURED, difference, how_many, listed, table, waits
 
@@ -67,7 +74,7 @@ def _has_newer(whole: Whole) -> bool:
 
 def _learners(of: Whole) -> list[str]:
     some = (*MAIN, *WIDE_RIVALS, SERVED)
-    return [name for name in some if name in of and name not in (STATIC, "offline")]
+    return [name for name in some if name in of and name not in (STATIC, *BOUNDS)]
 
 
 def _measured(one: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evidence.arrangements import (
+    BOUNDS,
     EQUAL_COST,
     GATED,
     JOINT,
@@ -44,7 +45,7 @@ PARTS: dict[str, list[Job]] = {
     "main": [(pattern, name) for pattern in USUAL for name in MAIN],
     "served": [
         *((pattern, name) for pattern in OWN for name in AS_SERVED),
-        ("new-domain", "offline"),
+        *(("new-domain", name) for name in BOUNDS),
     ],
     "gated": [(pattern, name) for pattern in USUAL for name in (STATIC, *ONLINE_GATED, GATED)],
     "withheld": [

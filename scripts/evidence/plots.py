@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from evidence import time_plots
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, SERVED, STATIC
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    BOUNDS,
+    GATED,
+    JOINT,
+    LATEST,
+    MAIN,
+    SERVED,
+    STATIC,
+)
 from evidence.figures import (
     Compared,
     Runs,
@@ -64,7 +73,7 @@ def curves(axis: Any, runs: Runs, pattern: str) -> None:
             continue
         at = measured_at(found)
         shares = [share([rows_at(run, point_at(run, n)) for run in found]) for n in at]
-        if len(set(shares)) == 1 or len(at) == 1 or name == "offline":
+        if len(set(shares)) == 1 or len(at) == 1 or name in BOUNDS:
             axis.axhline(
                 shares[-1], color=COLOURS[name], linestyle="--", linewidth=1, label=ARRANGEMENTS[name].title
             )
@@ -92,7 +101,7 @@ def forgetting(axis: Any, runs: Runs, pattern: str) -> None:
 
 def _silent(runs: Runs, pattern: str) -> dict[str, Compared]:
     """By arrangement, the change while silent, where it was measured."""
-    names = [name for name in (*MAIN, NARROW, *AS_SERVED) if name not in (STATIC, "offline")]
+    names = [name for name in (*MAIN, NARROW, *AS_SERVED) if name not in (STATIC, *BOUNDS)]
     found = {name: forgotten(runs.of(pattern, name)) for name in names}
     return {name: one for name, one in found.items() if one is not None}
 

@@ -7,6 +7,7 @@ from typing import Any
 from evidence import lows
 from evidence.arrangements import (
     ARRANGEMENTS,
+    BOUNDS,
     EQUAL_STEPS,
     FURTHER,
     GATED,
@@ -196,7 +197,7 @@ def part(whole: Whole) -> str:
     for pattern, of in whole["patterns"].items():
         if pattern.startswith(ONLY) or not any(name in of for name in FURTHER):
             continue
-        for name in (STATIC, GATED, *TABLED_FURTHER, SERVED_EQUAL_COST, "offline"):
+        for name in (STATIC, GATED, *TABLED_FURTHER, SERVED_EQUAL_COST, *BOUNDS):
             if name in of:
                 rows.append([title_of(pattern), *_row(of, name)])
     if not rows:

@@ -11,9 +11,12 @@ from typing import Any
 from evidence import boundaries, came, growth, tokens, withheld
 from evidence.arrangements import (
     ARRANGEMENTS,
+    BOUNDS,
     EQUAL_COST,
     GATED,
     JOINT,
+    OFFLINE,
+    OFFLINE_WIDE,
     ONE_ADAPTER,
     SERVED,
     SERVED_EQUAL_COST,
@@ -173,13 +176,15 @@ def _tokens(found: Sequence[Found]) -> dict[str, Any]:
 
 def _moving(runs: Runs, pattern: str, name: str, found: Sequence[Found]) -> dict[str, Any]:
     """After how many requests it was back, by seed; None: not measured. Of what learns while it serves."""
-    if name in (STATIC, "offline"):
+    if name in (STATIC, *BOUNDS):
         return {}
     if pattern == "shift":
         return {"recovery": [recovery(run) for run in found]}
     if pattern == "new-domain":
-        seeds = runs.seeds(pattern, name, "offline")
-        pairs = zip(runs.of(pattern, name, seeds), runs.of(pattern, "offline", seeds), strict=True)
+        wide = ARRANGEMENTS[name].shared > 1 and runs.seeds(pattern, name, OFFLINE_WIDE)
+        bound = OFFLINE_WIDE if wide else OFFLINE
+        seeds = runs.seeds(pattern, name, bound)
+        pairs = zip(runs.of(pattern, name, seeds), runs.of(pattern, bound, seeds), strict=True)
         return {"arrival": [arrival(run, bound) for run, bound in pairs]}
     return {}
 

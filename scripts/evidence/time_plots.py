@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot
 
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, SERVED, STATIC, WITHHELD_GATED
+from evidence.arrangements import (
+    ARRANGEMENTS,
+    BOUNDS,
+    GATED,
+    JOINT,
+    LATEST,
+    MAIN,
+    SERVED,
+    STATIC,
+    WITHHELD_GATED,
+)
 from evidence.figures import (
     Found,
     Runs,
@@ -122,7 +132,7 @@ def _gain_over(axis: Any, runs: Runs, pattern: str, spent: Spent) -> None:
             after = [rows_at(run, point) for run, point in zip(found, points, strict=True)]
             ys.append(share(after) - share([rows_at(run) for run in still]))
         if found:  # what learned beforehand has no way to it
-            begin = 1 if name == "offline" else 0
+            begin = 1 if name in BOUNDS else 0
             line(axis, name, xs[begin:], ys[begin:])
     axis.axhline(0, color=GREY, linewidth=0.8)
     axis.set_ylabel("right first guesses\nmore than static")

@@ -207,14 +207,16 @@ COMMANDS = """## Run it again
 
 Answers of the target are kept in a folder (`--cache`), each run in a file of its own; a command that was
 stopped goes on where it was. These commands make what is missing in the results of
-[evidence-served](evidence-served.md) and [evidence-mini-served](evidence-mini-served.md); where a run would
-be made otherwise than those that are there, a message says what to change.
+[evidence-served](evidence-served.md) and [evidence-mini-served](evidence-mini-served.md), one seed more with
+each `--seeds`; where a run would be made otherwise than those that are there, a message says what to change.
+All arrangements with all traffic would be some hundred runs a seed, of three to six minutes each, so
+`--patterns` and `--arrangements` choose.
 
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts withheld --arrangements \\
-        static,mixed-replay+gate:wide:withheld,lists+gate:wide,joint+gate:wide
+        --doc docs/evidence-served.md --parts withheld
     python scripts/evidence.py --data ../shared/data --out results/evidence-served --dtype float32 \\
-        --doc docs/evidence-served.md --parts served --arrangements static,offline,mixed-replay:wide
+        --doc docs/evidence-served.md --parts served \\
+        --arrangements static,offline,offline:wide,mixed-replay:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-mini-served --target mini \\
         --doc docs/evidence-mini-served.md --parts main,gated --patterns steady,one-by-one,new-domain \\
         --arrangements static,latest-window,mixed-replay,mixed-replay+gate,joint+gate

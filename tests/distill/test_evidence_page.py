@@ -354,6 +354,17 @@ def test_the_printed_commands_name_the_pages_in_docs() -> None:
         assert doc == (None if out.startswith("/tmp/") else f"docs/{Path(out).name}.md")
 
 
+@pytest.mark.parametrize("folder", ["evidence-served", "evidence-mini-served"])
+def test_the_printed_commands_make_every_run_that_is_there(folder: str) -> None:
+    text = document.COMMANDS.replace("\\\n", "")
+    lines = [line.split()[2:] for line in text.splitlines() if f"results/{folder} " in line]
+    made = {job[1:] for line in lines for job in command.jobs(command.arguments(line))}
+    files = (Path(__file__).parents[2] / "results" / folder / "runs").glob("*.json")
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    assert runs
+    assert {(run["pattern"], run["arrangement"]) for run in runs} <= made
+
+
 def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
     command.main([*given, "--seeds", "1"])
     assert TinyWorkplace.made == len(command.jobs(command.arguments([*given, "--seeds", "1"])))
