@@ -105,7 +105,7 @@ def in_short(target: str, out: Path) -> str:
     if out.name == SERVED_RESULTS or not file.exists():
         return ""
     as_served = json.loads(file.read_text(encoding="utf-8"))
-    return IN_SHORT.format(beside=served.both(as_served), verdict=won.told(as_served))
+    return IN_SHORT.format(beside=served.in_short(as_served), verdict=won.told(as_served))
 
 
 def named(out: Path) -> str:

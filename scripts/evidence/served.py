@@ -11,6 +11,7 @@ from evidence.arrangements import (
     EQUAL_STEPS,
     FURTHER,
     GATED,
+    LISTS,
     ONE_GATED,
     ONE_WIDE,
     ONE_WIDE_GATED,
@@ -68,6 +69,7 @@ OLDER = (
     "table were made before the rule."
 )
 NARROW = "joint+gate:further"
+RIVALS = (WITHHELD_GATED, ONE_WIDE, ONE_WIDE_GATED, *OTHER_WIDE)
 
 
 def patterns(whole: Whole) -> list[str]:
@@ -93,20 +95,19 @@ def finding(whole: Whole) -> str:
         f"({fewer(whole)}), joint learning with the gate gains first guesses on the static draft: "
         f"{gained(gains)}."
     ]
-    one_wide = both(whole)
+    said.append(below(whole))
     equal = beside(whole, ONE_WIDE, SERVED_EQUAL_COST)
-    said += [
-        one_wide,
-        f"With {EQUAL_STEPS} steps an update: {equal}" if equal else "",
-    ]
-    said += [reasons(whole), beside(whole, NARROW), below(whole)]
-    return "- " + " ".join(one for one in said if one)
+    others = [beside(whole, one) for one in RIVALS]
+    others += [f"With {EQUAL_STEPS} steps an update: {equal}" if equal else "", beside(whole, NARROW)]
+    lines = [f"  - {one}" for one in others if one]
+    if lines:
+        lines.insert(0, f"- **Beside others**, which make as many updates. {reasons(whole)}".rstrip())
+    return "\n".join(["- " + " ".join(said), *lines])
 
 
-def both(whole: Whole) -> str:
-    """The default beside one adapter as large, without the gate and with it."""
-    rivals = (ONE_WIDE, ONE_WIDE_GATED, WITHHELD_GATED, *OTHER_WIDE)
-    return " ".join(found for one in rivals if (found := beside(whole, one)))
+def in_short(whole: Whole) -> str:
+    """The default beside one adapter as large with gate and router, and with a list for each domain."""
+    return " ".join(found for one in (WITHHELD_GATED, LISTS) if (found := beside(whole, one)))
 
 
 def reasons(whole: Whole) -> str:

@@ -176,6 +176,7 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
     expected = {
         "static": 0,
         "offline": 8,
+        "offline:wide": 8,
         "one-offline": 8,
         "one-both": 6,
         "joint:half": 8,
@@ -194,7 +195,9 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
         assert 4 <= len(found["updates"]) <= 12
     else:
         assert len(found["updates"]) == expected.get(name, 4)
-    assert len(found["stream"]) == {"offline": 0, "one-offline": 0, "one-both": 12}.get(name, 24)
+    assert len(found["stream"]) == {"offline": 0, "offline:wide": 0, "one-offline": 0, "one-both": 12}.get(
+        name, 24
+    )
     assert (found["operations"] > 0) == (name != "static")
 
 

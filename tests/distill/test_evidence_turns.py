@@ -33,7 +33,11 @@ def moved(run: dict[str, Any], turns: list[int], *points: tuple[int, int]) -> di
     return run | {"turns": turns, "curve": curve, "updates": updates}
 
 
-BLOCKS = {"domains": ["a"] * 53 + ["b"] * 107, "routed": ["a"] * 160}
+BLOCKS = {
+    "domains": ["a"] * 53 + ["b"] * 107,
+    "routed": ["a"] * 160,
+    "stream": [[10, 5, 2, 1]] * 160,
+}
 
 
 def test_turns_between_points_are_not_measured() -> None:
