@@ -79,7 +79,7 @@ def generate(
     rows = [replace(row, domain=row.domain or domain) for row in _rows(prompts or [], prompts_file)]
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     _check_domains(settings, rows)
-    system = _loaded(settings, 0 if no_draft else len(rows))
+    system = _loaded(settings, 0 if no_draft else len(rows), keeps=learn)
     try:
         failed = _run(system, rows, params, draft=not no_draft, learn=learn, chat=not raw, as_json=as_json)
     finally:
@@ -89,13 +89,13 @@ def generate(
         raise typer.Exit(1)
 
 
-def _loaded(settings: Settings, drafted: int) -> System:
+def _loaded(settings: Settings, drafted: int, *, keeps: bool) -> System:
     """Load the system; with prompts to draft for, time rounds of so many; with more than a few, forwards."""
     with busy("Loading the models"):
         from moedraft.engine.calibration import calibrate
         from moedraft.system.build import build
 
-        system = build(settings)
+        system = build(settings, keeps=keeps)
         try:
             if drafted:
                 calibrate(system.engine, {min(drafted, settings.max_batch_size)}, forwards=drafted > 8)

@@ -79,10 +79,13 @@ def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool, tri
             note_missing(settings)
             return dict(NOTHING)
         from moedraft.models import load_tokenizer
+        from moedraft.storage.last_target import check_tokenizer
         from moedraft.system.build import open_router
         from moedraft.system.domains.suggest import suggest, suggestions_data
 
-        router, tokenizer = open_router(settings, store), load_tokenizer(settings)
+        tokenizer = load_tokenizer(settings)
+        check_tokenizer(store.registry, tokenizer)
+        router = open_router(settings, store)
         trials = None
         if trial:
             from moedraft.distill.assembly import joint_trainer

@@ -23,7 +23,8 @@ from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.drafting.base import FeatureBase, draft_name, feature_folder, load_base
-from moedraft.models import load_by
+from moedraft.models import LanguageModel, load_by
+from moedraft.storage.last_target import check_target, check_tokenizer
 from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
@@ -36,7 +37,8 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     """Build a loop with its own float32 copy of the draft base. Without an outlet it writes the home itself.
 
     The loop of a feature drafter has a copy of the target as well: it reads the target's states anew for each
-    record, and answers its prompt again (`resampled_answers`). Raises what loading a model raises.
+    record, and answers its prompt again (`resampled_answers`). Raises InvalidRequest where the home was last
+    opened with another target, and what loading a model raises.
     """
     outlet, name = outlet or HomeOutlet(store), draft_name(settings)
     if feature_folder(name) is not None or settings.model_updates == "joint":
@@ -46,7 +48,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
         loop.most_again = MOST_AGAIN if isinstance(joint.student, FeatureStudent) else TEXT_AGAIN
         return _resumed(loop, settings)
     trainer = Trainer(
-        load_by(settings, "draft", "float32", name),
+        _draft_model(settings, store, name),
         store,
         scope=settings.adapter_scope,
         rank=settings.adapter_rank,
@@ -60,16 +62,17 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
 
 
 def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
-    """A joint trainer with its own copies of the models. Raises what loading a model raises."""
+    """A joint trainer with its own copies of the models. Raises as `build_loop` does."""
     name = draft_name(settings)
     ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
     if feature_folder(name) is None:
-        draft = load_by(settings, "draft", "float32", name)
+        draft = _draft_model(settings, store, name)
         lessons = TextLessons(
             TextStudent(draft, scope=settings.adapter_scope, **ranks), settings.update_tokens
         )
         return kind(lessons, store, _plan(settings, TEXT_RATE, LEADING, WHOLE))
     target = load_by(settings, "target")
+    check_target(store.registry, target.weights_hash())
     base = load_base(settings, target, learns=True)
     assert isinstance(base, FeatureBase)
     student = FeatureStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
@@ -80,6 +83,13 @@ def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
     count = 0 if tries else settings.resampled_answers
     further = FurtherAnswers(target, count, states) if count else None
     return kind(FeatureLessons(student, states), store, plan, target.eos_token_ids, further)
+
+
+def _draft_model(settings: Settings, store: Store, name: str) -> LanguageModel:
+    """A copy that learns, of a draft model that has the tokenizer of the target which made the records."""
+    draft = load_by(settings, "draft", "float32", name)
+    check_tokenizer(store.registry, draft.tokenizer)
+    return draft
 
 
 def _plan(settings: Settings, rate: float, kept: Kept, strength: float) -> JointPlan:

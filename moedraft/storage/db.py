@@ -207,6 +207,8 @@ class Home:
     def _check_revision(self, connection: Connection) -> None:
         current = MigrationContext.configure(connection).get_current_revision()
         self._refuse_newer(current)
+        if current is None:
+            raise StorageError(f"The database of the home {self.path} is empty; put it back, or remove it.")
         if current != _scripts(MIGRATIONS).get_current_head():
             raise StorageError(
                 f"The home {self.path} was made by an older moedraft; "

@@ -32,7 +32,8 @@ from moedraft.routing.selector import BackgroundSelector, ExpertSelector, Unaske
 from moedraft.selecting.selector import EvidenceSelector
 from moedraft.storage.changes import REFIT, knows_deleted, last_refit
 from moedraft.storage.db import DATABASE
-from moedraft.storage.store import GENERAL_LIST, TARGET_ID, Store
+from moedraft.storage.last_target import note_target
+from moedraft.storage.store import GENERAL_LIST, Store
 from moedraft.system.domains.registering import refit
 from moedraft.system.recorder import Recorder
 from moedraft.system.sources.loader import AdapterLoader
@@ -111,8 +112,11 @@ def open_router(settings: Settings, store: Store, *, fit: bool = True) -> Router
     return router
 
 
-def build(settings: Settings) -> System:
-    """Models, home, router, experts and engine of these settings."""
+def build(settings: Settings, *, keeps: bool = True) -> System:
+    """Models, home, router, experts and engine of these settings.
+
+    keeps: whether records of this target may be kept; if so, the home's trainers learn from this one's only.
+    """
     # A home that is there is claimed before the models are loaded, a new one is made only after they fit.
     check_home(settings.home)
     if settings.router != "bert" and "router_model" in settings.model_fields_set:
@@ -121,7 +125,7 @@ def build(settings: Settings) -> System:
     try:
         target, draft = load_pair(settings)
         store = store or open_store(settings)
-        return assemble(settings, store, target, draft)
+        return assemble(settings, store, target, draft, keeps=keeps)
     except BaseException:
         if store is not None:
             store.close()
@@ -136,7 +140,9 @@ def load_pair(settings: Settings) -> tuple[LanguageModel, DraftBase]:
     return target, draft
 
 
-def assemble(settings: Settings, store: Store, target: LanguageModel, draft: DraftBase) -> System:
+def assemble(
+    settings: Settings, store: Store, target: LanguageModel, draft: DraftBase, *, keeps: bool = True
+) -> System:
     bank = ExpertBank(draft, settings.merged_cache_mb)
     bank.measure(settings.max_batch_size)
     router = open_router(settings, store)
@@ -147,7 +153,8 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     # What is drafted with a fixed length is never looked up in earlier answers.
     past = PastAnswers(settings.lookup_answers if settings.adaptive_budget else 0)
     keeper = PastAnswersKeeper(store, past, recorder.target_id)
-    store.registry.set_meta(TARGET_ID, recorder.target_id)
+    if keeps:
+        note_target(store.registry, recorder.target_id, target.tokenizer)
     store.registry.set_meta(GENERAL_LIST, general_list(bank))
     engine = Engine(
         target,

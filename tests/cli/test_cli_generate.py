@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from moedraft.engine.engine import Engine
 from moedraft.learning_state import paused
 from moedraft.routing.selector import FixedSelector
 from moedraft.speculation import SpeculationStats
-from moedraft.storage.store import Store
+from moedraft.storage.store import TARGET_ID, Store
 
 from tiny import NumberTokenizer, TinyLM, random_table
 
@@ -119,6 +120,19 @@ def test_nothing_is_learned_unasked(run: Run, home: Path, pair: Pair) -> None:
     data = run("stats", "--json", "--home", home).data
     assert data["experts"]["shared"]["requests"] == 1
     assert data["learning"]["records"] == 0
+
+
+def test_a_question_to_another_target_does_not_change_whose_records_are_learned_from(
+    run: Run, home: Path, pair: Pair
+) -> None:
+    def target() -> str | None:
+        with closing(Store.open(home, write=False)) as store:
+            return store.registry.get_meta(TARGET_ID)
+
+    assert run("generate", "hi", "--max-tokens", 2, "--home", home, *pair).code == 0
+    assert target() is None
+    assert run("generate", "hi", "--max-tokens", 2, "--learn", "--home", home, *pair).code == 0
+    assert target() is not None
 
 
 def test_adapters_learn_between_answers(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moedraft.cli.suggest import _write
 from moedraft.core import DOMAIN_NAME, SHARED, InvalidRequest, ReplayRecord, RequestStats
 from moedraft.distill.judging.trial import TriedExpert
 from moedraft.speculation import SpeculationStats
+from moedraft.storage.last_target import VOCABULARY
 from moedraft.storage.store import Store
 from moedraft.system.domains.suggest import names_of
 
@@ -103,6 +105,15 @@ def test_without_capture_no_text_is_shown(run: Run, home: Path, pair: Pair, tmp_
     assert refused.code == 2
     assert "Capture is off" in refused.err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.usefixtures("traffic")
+def test_prompts_of_another_target_are_not_read_as_this_ones(run: Run, home: Path, pair: Pair) -> None:
+    with closing(Store.open(home)) as store:
+        store.registry.set_meta(VOCABULARY, "other tokens")
+    refused = run("domain", "suggest", "--home", home, *pair[:2])
+    assert refused.code == 2
+    assert "made by another target" in refused.err
 
 
 @pytest.mark.usefixtures("traffic")

@@ -11,7 +11,7 @@ import torch
 from sqlalchemy import delete
 
 from moedraft.config import Settings, load_settings
-from moedraft.core import SHARED, SamplingParams
+from moedraft.core import SHARED, InvalidRequest, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.record_states import RecordStates, kept_in
@@ -21,7 +21,8 @@ from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import load_model
-from moedraft.storage.store import Store
+from moedraft.storage.last_target import VOCABULARY
+from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.tables import replay_states
 from moedraft.system.build import System, build
 
@@ -63,6 +64,26 @@ def loop_of(system: System) -> JointLoop:
     loop = build_loop(system.settings, system.store)
     assert isinstance(loop, JointLoop)
     return loop
+
+
+def test_records_of_another_target_are_not_learned_from(keeping: System) -> None:
+    """Neither with another target's drafter, nor with a draft model that has other tokens."""
+    registry, settings = keeping.store.registry, keeping.settings
+    known = {key: registry.get_meta(key) for key in (TARGET_ID, VOCABULARY)}
+    assert all(known.values())
+    try:
+        registry.set_meta(TARGET_ID, "another")
+        with pytest.raises(InvalidRequest, match="made by another target"):
+            build_loop(settings, keeping.store)
+        registry.set_meta(TARGET_ID, known[TARGET_ID])
+        registry.set_meta(VOCABULARY, "other tokens")
+        for updates in ("joint", "turns"):
+            toy = load_settings(home=settings.home, model_updates=updates)
+            with pytest.raises(InvalidRequest, match="made by another target"):
+                build_loop(toy, keeping.store)
+    finally:
+        for key, value in known.items():
+            registry.set_meta(key, value)
 
 
 def test_what_is_kept_is_what_would_be_computed(keeping: System) -> None:

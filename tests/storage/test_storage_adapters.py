@@ -462,15 +462,18 @@ def test_an_older_database_put_back_costs_no_newer_version(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [True, False])
-def test_a_new_database_beside_adapters_is_refused(path: Path, write: bool) -> None:
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_new_database_beside_adapters_is_refused(path: Path, write: bool, emptied: bool) -> None:
     with closing(Store.open(path)) as opened:
         opened.registry.add_domain(domain())
         publish(opened.adapters, 1.0, 0)
     for file in path.glob(f"{DATABASE}*"):
         file.unlink()
-    with pytest.raises(StorageError, match="has adapters and no database"):
+    if emptied:
+        (path / DATABASE).touch()
+    with pytest.raises(StorageError, match="has adapters and no database, or an empty one"):
         Store.open(path, write=write)
-    assert not (path / DATABASE).exists()
+    assert (path / DATABASE).exists() == emptied
     assert (path / "adapters/sql/v1" / WEIGHTS).exists()
 
 

@@ -10,20 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from moedraft.core import SHARED, InvalidRequest, ReplayRecord
+from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.judging.gate import compare
 from moedraft.distill.measuring.figures import expected_tokens
 from moedraft.distill.measuring.measures import JointMeasure
 from moedraft.distill.rows.drawn import Drawn
+from moedraft.storage.last_target import check_target
 from moedraft.storage.store import TARGET_ID
 
 STEPS = 24  # of the optimiser
 HELD_OUT_EVERY = 4  # of the prompts, one is measured and not learned from
 FEWEST = 3  # prompts that must be left to measure with
-
-OTHER_TARGET = "The home's records were made by another target; name that one with --target."
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +66,8 @@ class ExpertTrials:
         self.trainer, self.measure = trainer, JointMeasure(trainer, depth)
         states, self.target_id = trainer.lessons.states, trainer.registry.get_meta(TARGET_ID)
         if isinstance(states, RecordStates):
-            loaded = states.target.weights_hash()
-            if self.target_id not in (None, loaded):
-                raise InvalidRequest(OTHER_TARGET)
-            self.target_id = loaded
+            self.target_id = states.target.weights_hash()
+            check_target(trainer.registry, self.target_id)
 
     def __call__(self, name: str, records: Sequence[Sequence[ReplayRecord]]) -> TriedExpert | None:
         """Try an expert `name` for these records, which are given by what was asked.

@@ -59,11 +59,16 @@ class LoadedAdapter(NamedTuple):
 
 
 def check_database_is_there(home: Path) -> None:
-    """Raises StorageError for a home with adapters but no database: a new one would know none of them."""
-    if not (home / DATABASE).exists() and any(home.glob(f"{FOLDER}/*/v[0-9]*")):
+    """Raises StorageError for a home with adapters but no database: a new one would know none of them.
+
+    A database that was emptied, as a disk that fails may do, is none.
+    """
+    database = home / DATABASE
+    is_there = database.exists() and database.stat().st_size > 0
+    if not is_there and any(home.glob(f"{FOLDER}/*/v[0-9]*")):
         raise StorageError(
-            f"The home {home} has adapters and no database; put {DATABASE} back, or move the folder "
-            f"'{FOLDER}' away to begin anew."
+            f"The home {home} has adapters and no database, or an empty one; put {DATABASE} back, or move "
+            f"the folder '{FOLDER}' away to begin anew."
         )
 
 
