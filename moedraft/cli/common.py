@@ -212,6 +212,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
+def shorten(text: str, width: int = 48) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
 def serving_of(expert: Mapping[str, Any]) -> str:
     """What drafts for an expert that the inventory or a server, which may be older, describes."""
     from moedraft.insight.views import serving

@@ -185,7 +185,8 @@ def _adapters(store: Store) -> Iterator[Check]:
             except CorruptAdapter as error:
                 out_of_use = version.state == "rolled_back"
                 yield Check("adapter", "warn" if out_of_use else "fail", str(error))
-    yield Check("adapters", "ok", f"{intact} of {len(versions)} versions intact")
+    state: Outcome = "ok" if intact == len(versions) else "warn"
+    yield Check("adapters", state, f"{intact} of {len(versions)} versions intact")
 
 
 def _size(folder: Path) -> int:

@@ -29,6 +29,7 @@ from moedraft.cli.common import (
     say,
     serving_of,
     settings_for,
+    shorten,
     writing,
 )
 from moedraft.cli.files import check_text, read_examples
@@ -73,8 +74,9 @@ def register(
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     prompts = read_examples(examples)
     check_text(description, "the description")
-    from moedraft.system.domains.registering import check_examples
+    from moedraft.system.domains.registering import check_description, check_examples
 
+    check_description(description)
     check_examples(name, prompts)
     remote, warm = owner_of(settings, server), None
     if remote is not None:
@@ -225,7 +227,7 @@ def show(
         say(f"Of its answers {rate(guessed['share'])} is on its list: by {basis}.{general}")
     if count := found.get("examples_from_traffic"):  # an older server does not say
         say(f"The router is fitted on {count} prompts of the traffic as well.")
-    print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])
+    print_table(f"{len(examples)} examples", ["prompt"], [[shorten(one, 120)] for one in examples])
 
 
 @app.command()

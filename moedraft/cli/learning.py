@@ -56,4 +56,6 @@ def _print(state: dict[str, Any], as_json: bool) -> None:
     else:
         why = f" ({state['waits']})" if state["waits"] else ""
         held = "paused, " if state["paused"] else ""
-        say(f"Learning is {held}{state['status']}{why}; {state['updates']} updates since the server's start.")
+        judged = sum(state["decisions"].values())
+        done = f"{state['updates']} versions published, {judged} candidates judged since the server's start"
+        say(f"Learning is {held}{state['status']}{why}; {done}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -54,7 +55,9 @@ def draw(observer: Observer, span: TimeSpan, path: Path) -> None:
         _stack(axes[1][0], shares, paints, "Routed traffic by domain")
         _gains(axes[1][1], observer.learning(span).updates, paints, "What each update gained, in points")
         try:
-            figure.savefig(path, dpi=150)
+            with warnings.catch_warnings():  # of requests within an instant it says that it finds no dates
+                warnings.filterwarnings("ignore", "AutoDateLocator", UserWarning)
+                figure.savefig(path, dpi=150)
         finally:
             pyplot.close(figure)
 

@@ -17,6 +17,7 @@ from moedraft.cli.common import (
     rate,
     reading,
     settings_for,
+    shorten,
 )
 from moedraft.cli.files import check_prompt
 from moedraft.config import Settings
@@ -48,7 +49,7 @@ def route(
             )
         return
     rows = [
-        (_shorten(text), found.domain, rate(found.confidence), _best(found.probabilities))
+        (shorten(text), found.domain, rate(found.confidence), _best(found.probabilities))
         for text, found in zip(texts, routes, strict=True)
     ]
     print_table("Routes", ["text", "domain", "confidence", "most probable"], rows)
@@ -69,11 +70,6 @@ def _routes(settings: Settings, texts: list[str]) -> list[Route]:
     if set(router.domains) != registered:
         note("The router does not know all registered domains; the next command that writes fits it again.")
     return routes
-
-
-def _shorten(text: str, width: int = 48) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _best(probabilities: dict[str, float], count: int = 3) -> str:

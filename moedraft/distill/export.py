@@ -94,6 +94,8 @@ def _parts(store: Store, name: str, expert_only: bool) -> list[Part]:
     if name != SHARED and not expert_only:
         below = store.adapters.load_live(SHARED, own[0].base_hash if own else None)
     parts = [part for part in (below, own) if part is not None]
+    if not parts and store.registry.versions(name):
+        raise InvalidRequest(f"No version of {name!r} is live; `moedraft adapter promote` makes one live.")
     if not parts:
         raise InvalidRequest(f"{name!r} was never trained; there is nothing to export.")
     return parts

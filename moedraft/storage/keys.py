@@ -80,14 +80,11 @@ class KeyFile:
 
     def revoke(self, key_id: str) -> Key:
         """Removes a key. Raises InvalidRequest where there is none of that id."""
+        _find(self.keys(), key_id)  # before a folder or a lock is made
         with self._changing() as keys:
-            found = [key for key in keys if key.id == key_id]
-            if not found:
-                raise InvalidRequest(
-                    f"there is no key {key_id!r}; `moedraft key list` shows those there are."
-                )
-            keys.remove(found[0])
-        return found[0]
+            found = _find(keys, key_id)
+            keys.remove(found)
+        return found
 
     def close(self) -> None:
         """Make sure that there is a key file, even an empty one: from then on a server asks for keys."""
@@ -108,6 +105,13 @@ class KeyFile:
                 write_private(self.path, {"format": FORMAT, "keys": [asdict(key) for key in keys]})
             finally:
                 os.close(lock)
+
+
+def _find(keys: Sequence[Key], key_id: str) -> Key:
+    for key in keys:
+        if key.id == key_id:
+            return key
+    raise InvalidRequest(f"there is no key {key_id!r}; `moedraft key list` shows those there are.")
 
 
 def write_private(path: Path, data: dict[str, Any]) -> None:

@@ -39,6 +39,11 @@ def refused(result: Result, *parts: str) -> None:
         (["domain", "register", "sql", "--examples", "{tmp}"], "directory"),
         (["domain", "register", "sql", "--examples", "{tmp}/broken.jsonl"], "line 1: not valid JSON"),
         (["domain", "register", "sql", "--examples", "{tmp}/few.jsonl"], "at least 8"),
+        (["domain", "register", "sql", "--examples", "{tmp}/long.jsonl"], "has 100001 letters"),
+        (
+            ["domain", "register", "sql", "--examples", "{tmp}/good.jsonl", "--description", "x" * 4001],
+            "at most 4000 letters",
+        ),
         (["domain", "register", "SQL!", "--examples", "{tmp}/good.jsonl"], "must be 1-64"),
         (["domain", "register", "shared", "--examples", "{tmp}/good.jsonl"], "shared adapter"),
         (
@@ -82,6 +87,7 @@ def test_bad_input_is_refused_and_makes_no_home(
     rows = numbers(0)
     write_rows(tmp_path / "good.jsonl", rows)
     write_rows(tmp_path / "few.jsonl", rows[:7] + rows[:7])
+    write_rows(tmp_path / "long.jsonl", [*rows, {"prompt": "x" * 100_001}])
     (tmp_path / "broken.jsonl").write_text((tmp_path / "good.jsonl").read_text().replace("}", "", 1))
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1"}, {"prompt": "2", "domain": "sql"}])
     refused(run("--home", home, *(part.format(tmp=tmp_path) for part in arguments)), complaint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ def test_an_expert_exports_without_shared_adapter(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="never trained"):
         export_adapter(store, SHARED, tmp_path / "other")
     store.close()
+    with closing(Store.open(tmp_path / "home")) as store:
+        store.registry.rollback(EXPERT)
+        with pytest.raises(InvalidRequest, match=r"No version of .* is live; `moedraft adapter promote`"):
+            export_adapter(store, EXPERT, tmp_path / "other")
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:

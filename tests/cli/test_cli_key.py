@@ -30,6 +30,9 @@ def test_a_key_is_made_listed_and_revoked(run: Run, home: Path) -> None:
     assert run("key", "revoke", made["id"], "--home", home, "--json").data == {"revoked": made["id"]}
     assert [key["id"] for key in run("key", "list", "--home", home, "--json").data["keys"]] == [second["id"]]
     assert run("key", "revoke", made["id"], "--home", home).code == 2
+    other = home.parent / "other"
+    assert run("key", "revoke", made["id"], "--home", other).code == 2
+    assert not other.exists(), "what is refused makes no home"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,12 @@ from moedraft.serve.http.context import ServerContext, context_of
 from moedraft.serve.http.schema import ErrorBody, Strict
 from moedraft.storage import changes
 from moedraft.system.build import System, open_router
-from moedraft.system.domains.registering import check_examples, register_domain, remove_domain
+from moedraft.system.domains.registering import (
+    LONGEST_DESCRIPTION,
+    check_examples,
+    register_domain,
+    remove_domain,
+)
 from moedraft.system.domains.suggest import coinciding, suggestions_data
 
 MOST_EXAMPLES = 10_000
@@ -41,7 +46,7 @@ router = APIRouter(prefix="/admin", route_class=StrictRoute, responses={"default
 class Registration(Strict):
     name: str = Field(max_length=256)
     examples: list[str] = Field(min_length=1, max_length=MOST_EXAMPLES)
-    description: str = Field("", max_length=4000)
+    description: str = Field("", max_length=LONGEST_DESCRIPTION)
 
 
 class Promotion(Strict):

@@ -159,10 +159,10 @@ class AdapterStore:
             try:
                 return version, self.load(version, base_hash)
             except CorruptAdapter as error:
-                log.warning("%s An older version serves.", error)
+                log.warning("%s An older one serves, or no adapter.", error)
                 self.reject(version)
             except StorageError as error:
-                log.warning("%s An older version serves.", error)
+                log.warning("%s An older one serves, or no adapter.", error)
         return None
 
     def remove(self, domain: str) -> None:

@@ -13,19 +13,36 @@ from moedraft.storage.registry import check_domain_name
 from moedraft.storage.store import Store
 
 MIN_EXAMPLES = 8
+LONGEST_EXAMPLE = 100_000  # letters
+LONGEST_DESCRIPTION = 4_000
 
 log = logging.getLogger(__name__)
 
 
 def check_examples(name: str, examples: list[str]) -> list[str]:
-    """The different, non-empty ones, stripped. Raises InvalidRequest for a bad name or too few of them."""
+    """The different, non-empty ones, stripped.
+
+    Raises InvalidRequest for a bad name, for too few of them and for too long ones.
+    """
     check_domain_name(name)
+    if (longest := max(map(len, examples), default=0)) > LONGEST_EXAMPLE:
+        raise InvalidRequest(
+            f"an example of domain {name!r} has {longest} letters; at most {LONGEST_EXAMPLE} are taken."
+        )
     distinct = list(dict.fromkeys(example.strip() for example in examples if example.strip()))
     if len(distinct) < MIN_EXAMPLES:
         raise InvalidRequest(
             f"domain {name!r} needs at least {MIN_EXAMPLES} different example prompts, got {len(distinct)}."
         )
     return distinct
+
+
+def check_description(description: str) -> None:
+    """Raises InvalidRequest where it is too long."""
+    if len(description) > LONGEST_DESCRIPTION:
+        raise InvalidRequest(
+            f"a description has at most {LONGEST_DESCRIPTION} letters; this one has {len(description)}."
+        )
 
 
 def register_domain(
@@ -79,6 +96,7 @@ def refit(store: Store, router: Router) -> None:
 
 
 def _add(store: Store, name: str, examples: list[str], description: str) -> Domain:
+    check_description(description)
     domain = Domain(name, description, tuple(check_examples(name, examples)), time.time())
     store.registry.add_domain(domain)
     return domain

@@ -157,7 +157,9 @@ class AdapterLoader:
             try:
                 changes[name] = self._read(version)
             except CorruptAdapter as error:
-                log.warning("%s version %d: %s An older version serves.", name, version.version, error)
+                log.warning(
+                    "%s version %d: %s An older one serves, or no adapter.", name, version.version, error
+                )
                 self.refused.add((name, version.version))
                 self.store.adapters.reject(version)
             except Exception as error:
