@@ -276,6 +276,8 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         home = init_settings().get("home") or env_settings().get("home") or user_data_path("moedraft")
         file = TomlConfigSettingsSource(settings_cls, Path(home).expanduser() / CONFIG_FILE)
+        if "home" in file.toml_data:
+            raise ValueError("it lies in its home, so 'home' is no setting of it")
         return init_settings, env_settings, file
 
 
@@ -291,7 +293,7 @@ def load_settings(**overrides: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "settings"
-        raise InvalidRequest(f"setting {field!r}: {first['msg']}.") from error
+        raise InvalidRequest(f"setting {field!r}{_place(field, overrides)}: {first['msg']}.") from error
     except SettingsError as error:
         variable = PREFIX + "".join(re.findall(r'field "(\w+)"', str(error))).upper()
         raise InvalidRequest(
@@ -307,6 +309,15 @@ def load_settings(**overrides: Any) -> Settings:
     return settings.model_copy(
         update={name: getattr(settings, name).expanduser().resolve() for name in ("home", "cache_dir")}
     )
+
+
+def _place(field: str, overrides: dict[str, Any]) -> str:
+    """Where the setting was made, unless the caller made it."""
+    name, at = field.split(".")[0], {one.upper(): one for one in os.environ}
+    if overrides.get(name) is not None:
+        return ""
+    variable = f"{PREFIX}{name}".upper()
+    return f" (the environment's {at[variable]})" if variable in at else f" (in {CONFIG_FILE})"
 
 
 def check_home(home: Path) -> None:

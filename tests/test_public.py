@@ -54,7 +54,12 @@ def test_arguments_win_over_environment_and_file(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("nonsense = 1\n", "nonsense"), ("max_batch_size = 0\n", "max_batch_size"), ("= broken", "config.toml")],
+    [
+        ("nonsense = 1\n", "'nonsense' .in config.toml."),
+        ("max_batch_size = 0\n", "'max_batch_size' .in config.toml.: "),
+        ("= broken", "config.toml"),
+        ('home = "/tmp"\n', "config.toml cannot be read: it lies in its home"),
+    ],
 )
 def test_a_wrong_settings_file_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "config.toml").write_text(text)

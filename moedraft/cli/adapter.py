@@ -41,6 +41,8 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List adapter versions, oldest first; those of one expert with what the gate decided on its updates."""
+    if name and domain and name != domain:
+        raise InvalidRequest(f"name one expert: {name!r} or, with --domain, {domain!r}.")
     name = name or domain
     found = _versions(settings_for(ctx, home=home), given_server(server), name)
     if as_json:

@@ -25,7 +25,7 @@ from moedraft.cli.common import (
     serving_of,
     settings_for,
 )
-from moedraft.core import StorageError
+from moedraft.core import InvalidRequest, StorageError
 from moedraft.learning_state import NO_RECORDS
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def stats(
     The replay of `shared` is that of all domains: the shared adapter learns from all traffic.
     """
     settings = settings_for(ctx, home=home)
+    if plot is None and span != "all":
+        raise InvalidRequest("--range is of the picture; name its file with --plot.")
     if plot is not None:
         _plot(settings, span, plot)
         if not watch:
