@@ -157,6 +157,9 @@ VARIANTS = (
     "joint+gate:further",
     "mixed-replay:further",
     "joint:1-step",
+    "joint:wide",
+    "offline:wide",
+    "latest-window+gate:wide",
 )
 
 

@@ -802,3 +802,29 @@ def test_slow_views_and_long_prompts_hold_up_no_short_prompt(tmp_path: Path) -> 
             assert not any(one.done() for one in held)
         finally:
             gate.set()
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "'messages[0].content[0].type': Input should be 'text'.",
+        ),
+        (
+            [{"role": "tool", "content": "a", "tool_call_id": "x"}],
+            "'messages[0].role': Input should be 'system', 'developer', 'user' or 'assistant'.",
+        ),
+        (
+            [{"role": "user", "content": 3}],
+            "'messages[0].content': Input should be a valid string or Input should be a valid list.",
+        ),
+        ([], "'messages': List should have at least 1 item after validation, not 0."),
+    ],
+)
+def test_of_a_wrong_message_the_innermost_field_is_named(
+    client: httpx.Client, messages: list[Any], message: str
+) -> None:
+    body = {"model": TARGET, "messages": messages}
+    error = client.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["message"], error["param"]) == (message, "messages")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +18,7 @@ from moedraft.serve.worker.worker import Draining, EngineFailed, Overloaded
 CLIENT_GONE = 499  # status for the log and the metrics when the client has disconnected; it is never sent
 SHOWN = 80  # how many characters of a client's input an error message repeats
 
+TYPE_NAMES = ("str", "int", "bool", "float")  # as pydantic calls them in the place of an error
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -109,18 +110,33 @@ def _code(error: MoedraftError) -> str | None:
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """The response for the first invalid field; if it may have several types, with the reason for each."""
+    """The response for the first invalid field; if it may have several types, with the reason for each.
+
+    Of a field with fields of its own the innermost one is named, such as `messages[0].content[0].type`.
+    """
     complaints = error.errors()
     first = complaints[0]
-    at = [part for part in first["loc"][1:] if isinstance(part, int) or str(part).isidentifier()]
+    at = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         name = shown(first["loc"][-1])
         sentence = f"The field '{name}' is not supported; leave it out."
         return ApiError(400, sentence, param=name, code="unsupported_parameter")
     if not at:
         return ApiError(400, "The body must be a JSON object, sent as application/json.", code="invalid_json")
-    same = [one["msg"] for one in complaints if one["loc"][1:2] == first["loc"][1:2]]
-    param = shown(at[0])
-    reasons = " or ".join(dict.fromkeys(shown(reason) for reason in same[:3]))
+    same = [one for one in complaints if one["loc"][1:2] == first["loc"][1:2]]
+    known = [one for one in same if one["type"] != "extra_forbidden"] or same
+    inner = max((_path(one["loc"]) for one in known), key=len)
+    reasons = [shown(one["msg"]) for one in known if _path(one["loc"]) == inner]
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    return ApiError(400, f"'{param}': {reasons}.", param=param, code=code)
+    place, said = shown(_dotted(inner)), " or ".join(dict.fromkeys(reasons[:3]))
+    return ApiError(400, f"'{place}': {said}.", param=shown(at[0]), code=code)
+
+
+def _path(loc: Sequence[int | str]) -> list[int | str]:
+    """Where it is in the body, without pydantic's names of the types that a field may have."""
+    return [one for one in loc[1:] if isinstance(one, int) or (one.isidentifier() and one not in TYPE_NAMES)]
+
+
+def _dotted(path: Sequence[int | str]) -> str:
+    """`messages[0].content`"""
+    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).lstrip(".")
