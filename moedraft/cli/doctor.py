@@ -29,7 +29,7 @@ from moedraft.cli.common import (
     settings_for,
 )
 from moedraft.config import Settings
-from moedraft.core import CorruptAdapter, MoedraftError, StorageError
+from moedraft.core import CorruptAdapter, InvalidRequest, MoedraftError, StorageError
 
 if TYPE_CHECKING:
     from moedraft.storage.store import Store
@@ -138,10 +138,24 @@ def _home(settings: Settings) -> Iterator[Check]:
             assert store is not None
             yield _folder(settings.home)
             yield Check("schema", "ok", "as this moedraft writes it")
+            yield from _records(settings, store)
             yield _router(settings, store)
             yield from _adapters(store)
     except StorageError as error:
         yield Check("home", "fail", str(error))
+
+
+def _records(settings: Settings, store: Store) -> Iterator[Check]:
+    """Whether the home's records have the tokens of the chosen target, where these can be read at once."""
+    from moedraft.models import load_tokenizer, resolve
+    from moedraft.storage.last_target import VOCABULARY, check_tokenizer
+
+    try:
+        if store.registry.get_meta(VOCABULARY) and Path(resolve(settings.target, "target")).is_dir():
+            check_tokenizer(store.registry, load_tokenizer(settings))
+            yield Check("records", "ok", f"have the tokens of {settings.target}")
+    except InvalidRequest as error:
+        yield Check("records", "warn", str(error))
 
 
 def _folder(home: Path) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import namedtuple
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
 
+from moedraft.config import load_settings
 from moedraft.core import SHARED, Domain, ReplayRecord, RequestStats, UpdateRecord
 from moedraft.distill.pace.governor import set_paused
+from moedraft.models import load_tokenizer
 from moedraft.speculation import SpeculationStats
 from moedraft.storage import changes
+from moedraft.storage.last_target import hash_of_tokens
 from moedraft.storage.store import Store
 
 from gguf_files import tiny_llama, write_gguf
@@ -351,6 +355,18 @@ def test_doctor_finds_corrupt_adapters(run: Run, trained: Path, pair: Pair) -> N
     assert checks["router"]["state"] == "warn"  # it was never fitted to "sql"
     run("adapter", "rollback", "sql", "--home", trained)
     assert found(run, trained, pair)["adapter"]["state"] == "warn"
+
+
+def test_doctor_warns_where_the_records_are_of_another_target(run: Run, trained: Path, pair: Pair) -> None:
+    assert "records" not in found(run, trained, pair), "no target has been noted yet"
+    with closing(Store.open(trained)) as store:
+        store.registry.set_meta("vocabulary", "other tokens")
+    records = found(run, trained, pair)["records"]
+    assert (records["state"], "made by another target" in records["detail"]) == ("warn", True)
+    with closing(Store.open(trained)) as store:
+        tokenizer = load_tokenizer(load_settings(home=trained, target=str(pair[1])))
+        store.registry.set_meta("vocabulary", hash_of_tokens(tokenizer))
+    assert found(run, trained, pair)["records"]["state"] == "ok"
 
 
 def test_doctor_finds_missing_models(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
