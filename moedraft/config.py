@@ -276,8 +276,9 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         home = init_settings().get("home") or env_settings().get("home") or user_data_path("moedraft")
         file = TomlConfigSettingsSource(settings_cls, Path(home).expanduser() / CONFIG_FILE)
-        if "home" in file.toml_data:
-            raise ValueError("it lies in its home, so 'home' is no setting of it")
+        named = Path(str(file.toml_data.get("home", home)))
+        if named.expanduser() != Path(home).expanduser():
+            raise ValueError("it lies in its home, so it cannot name another one; remove the line 'home'")
         return init_settings, env_settings, file
 
 

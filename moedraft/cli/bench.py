@@ -67,7 +67,7 @@ def bench(
     if out:
         check_writable(out)
     with ExitStack() as stack:
-        system = stack.enter_context(opened(settings))
+        system = stack.enter_context(opened(settings, keeps=False))
         names = {name for name, _ in system.store.registry.domain_names()}
         queries = _queries(given[:: max(1, len(given) // limit)], names, max_tokens)[:limit]
         other = stack.enter_context(with_other_draft(system, against)) if against else None

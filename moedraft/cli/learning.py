@@ -10,6 +10,8 @@ from moedraft.cli.common import HomeOption, JsonOption, emit, say, settings_for
 from moedraft.cli.remote import Remote, ServerOption, owner_of
 from moedraft.core import InvalidRequest
 
+JUDGED = ("promote", "along", "keep", "discard")  # decisions on a candidate that an update made
+
 app = typer.Typer(help="A running server's learning: show, pause, resume.")
 
 
@@ -50,12 +52,20 @@ def _print(state: dict[str, Any], as_json: bool) -> None:
     if as_json:
         emit(state)
     elif not state["enabled"]:
-        pid, held = state["follower"], ", and learning is paused" if state["paused"] else ""
-        beside = "no other process learns" if pid is None else f"another process (pid {pid}) learns"
-        say(f"This server runs without learning; {beside} for its home{held}.")
+        say(_beside(state))
     else:
         why = f" ({state['waits']})" if state["waits"] else ""
         held = "paused, " if state["paused"] else ""
-        judged = sum(state["decisions"].values())
-        done = f"{state['updates']} versions published, {judged} candidates judged since the server's start"
-        say(f"Learning is {held}{state['status']}{why}; {done}.")
+        judged = sum(state.get("decisions", {}).get(one, 0) for one in JUDGED)
+        done = f"{state['updates']} versions published{f' of {judged} candidates' if judged else ''}"
+        say(f"Learning is {held}{state['status']}{why}; {done} since the server's start.")
+
+
+def _beside(state: dict[str, Any]) -> str:
+    """Of a server that does not learn itself; an older one says no more."""
+    if "follower" not in state:
+        return "This server runs without learning."
+    pid, held = state["follower"], ", and learning is paused" if state["paused"] else ""
+    number = f" (pid {pid})" if pid else ""
+    beside = "no other process learns" if pid is None else f"another process{number} learns"
+    return f"This server runs without learning; {beside} for its home{held}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from moedraft.core import SHARED, AdapterVersion, UpdateRecord
@@ -47,11 +48,19 @@ def update_entry(
     )
 
 
-def reset_entry(registry: Registry, name: str, made: Candidate, verdict: Verdict | None) -> UpdateRecord:
-    """Of an expert that an update of other adapters, which made `made`, has reset to untrained."""
-    live, versions = registry.live(name), [one.version for one in registry.versions(name)]
-    parent = live.version if live else max(versions, default=0)
-    none = replace(made, expert=name, parent=parent, records=0, steps=0)
+def live_numbers(registry: Registry, names: Iterable[str]) -> dict[str, int]:
+    """The version of each that is live; 0: none."""
+    live = {name: registry.live(name) for name in names}
+    return {name: one.version if one else 0 for name, one in live.items()}
+
+
+def reset_entry(
+    registry: Registry, name: str, made: Candidate, verdict: Verdict | None, served: int
+) -> UpdateRecord:
+    """Of an expert that an update of other adapters, which made `made`, has reset to untrained, or left to
+    the draft base. served: the version that was live before; 0: none.
+    """
+    none = replace(made, expert=name, parent=served, records=0, steps=0)
     none = replace(none, acceptance_before=None, acceptance_after=None)
     return update_entry(registry, none, None, verdict, 0.0)
 

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, AdapterVersion, MoedraftError, StorageError, UpdateRecord
-from moedraft.distill.entries import reset_entry, update_entry, withdrawal_entry
+from moedraft.distill.entries import live_numbers, reset_entry, update_entry, withdrawal_entry
 from moedraft.distill.fresh.beside_base import BesideBase
 from moedraft.distill.fresh.second_look import SecondLook
 from moedraft.distill.judging.gate import Verdict
@@ -228,14 +228,15 @@ class DistillLoop:
         Returns what was published, by name. If anything is raised, all candidates are forgotten, and the
         next update starts from the live versions. So it is where a person has changed meanwhile what serves.
         """
-        verdicts: dict[str, Verdict] = {}
+        verdicts, registry = dict[str, Verdict](), self.store.registry
         try:
-            if self.store.registry.purges() != self.purges:
+            if registry.purges() != self.purges:
                 return self._dropped(candidates)
             verdicts = self._verdicts(candidates, on_step)
             if self.second_look is not None:
                 self.second_look.settled(candidates, verdicts, last_id)
             seconds = (time.monotonic() - began - self.waited) / len(candidates)
+            before = live_numbers(registry, verdicts)
             versions = self._publish(candidates, verdicts)
             if self.beside_base is not None and SHARED in versions:
                 self.beside_base.published(last_id)
@@ -250,11 +251,12 @@ class DistillLoop:
             if version is not None:
                 updates[name] = Update(version, candidate.summary(), seconds)
             verdict = verdicts.get(name) if self.judge else None
-            entry = update_entry(self.store.registry, candidate, version, verdict, seconds)
-            self._write_down(entry, last_id)
+            self._write_down(update_entry(registry, candidate, version, verdict, seconds), last_id)
             self._remember_gain(name, updates[name].gain if version else 0.0)
         for name in [name for name in verdicts if all(name != one.expert for one in candidates)]:
-            self._write_down(reset_entry(self.store.registry, name, candidates[0], verdicts[name]), last_id)
+            self._write_down(
+                reset_entry(registry, name, candidates[0], verdicts[name], before[name]), last_id
+            )
         return updates
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:

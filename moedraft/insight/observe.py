@@ -210,6 +210,7 @@ class Observer:
             updates=figures.updates_table(updates, grid),
             by_expert=figures.updates_by_expert(updates),
             seconds=sum(update.seconds for update in updates),
+            taught=sum(update.steps > 0 for update in updates),
             published=len(published),
             gain=ratio(sum(gains), len(gains)),
         )

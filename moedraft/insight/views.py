@@ -137,11 +137,12 @@ def overruled(routing: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LearningView:
-    """The updates in the span: one entry for each adapter that an update taught, and each taken back."""
+    """The updates in the span: an entry for each adapter that an update taught, was reset or taken back."""
 
     names: tuple[str, ...]  # of all experts, in the order in which they are shown
     updates: Table
     by_expert: Table
     seconds: float
+    taught: int  # of the entries, those of adapters that learned
     published: int  # of the entries, those that led to a version
     gain: float | None  # mean of what the gate expected of these versions, in tokens per step of the target

@@ -208,7 +208,10 @@ class Home:
         current = MigrationContext.configure(connection).get_current_revision()
         self._refuse_newer(current)
         if current is None:
-            raise StorageError(f"The database of the home {self.path} is empty; put it back, or remove it.")
+            raise StorageError(
+                f"The database of the home {self.path} is empty; if no other process is making it now, any "
+                "command that writes makes it anew."
+            )
         if current != _scripts(MIGRATIONS).get_current_head():
             raise StorageError(
                 f"The home {self.path} was made by an older moedraft; "

@@ -1,4 +1,4 @@
-"""Which target a home was last opened with: only with that one do its records' token ids mean anything."""
+"""Which target a home's records are of: only with that one do their token ids mean anything."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from moedraft.storage.registry import Registry
 from moedraft.storage.store import TARGET_ID
 
 VOCABULARY = "vocabulary"  # meta key: hash of the tokens that the ids of that target stand for
-OTHER = "The home's records were made by another target; name that one with --target."
+OTHER = "The home's newest records were made by another target; name that one with --target."
 
 
 def note_target(registry: Registry, target_id: str, tokenizer: Any) -> None:
-    """Remember the target that the home is opened with. Raises StorageError."""
+    """Remember the target whose records are learned from, from now on. Raises StorageError."""
     registry.set_meta(TARGET_ID, target_id)
     registry.set_meta(VOCABULARY, hash_of_tokens(tokenizer) or None)
 
 
 def check_target(registry: Registry, target_id: str) -> None:
-    """Raises InvalidRequest where the home was last opened with another target, if with any."""
+    """Raises InvalidRequest where that was another target, if there was one."""
     if registry.get_meta(TARGET_ID) not in (None, target_id):
         raise InvalidRequest(OTHER)
 

@@ -115,7 +115,8 @@ def open_router(settings: Settings, store: Store, *, fit: bool = True) -> Router
 def build(settings: Settings, *, keeps: bool = True) -> System:
     """Models, home, router, experts and engine of these settings.
 
-    keeps: whether records of this target may be kept; if so, the home's trainers learn from this one's only.
+    keeps: whether records of this target are to be learned from, so that the home's trainers take no others;
+    else that is so from the first record on that is kept.
     """
     # A home that is there is claimed before the models are loaded, a new one is made only after they fit.
     check_home(settings.home)
@@ -149,7 +150,7 @@ def assemble(
     drafter = drafter_of(draft, bank, settings, target.vocab_size)
     selector = selector_of(settings, router, drafter, bank)
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
-    recorder = Recorder(store, target.weights_hash(), bank.base_hash)
+    recorder = Recorder(store, target.weights_hash(), bank.base_hash, target.tokenizer)
     # What is drafted with a fixed length is never looked up in earlier answers.
     past = PastAnswers(settings.lookup_answers if settings.adaptive_budget else 0)
     keeper = PastAnswersKeeper(store, past, recorder.target_id)
@@ -239,13 +240,13 @@ def load(
     `moedraft.config.Settings`. Close it, or use it as a context manager: it holds the home's writing lock.
     Raises InvalidRequest, UnsupportedModel or StorageError, one sentence each.
     """
-    return build(load_settings(target=target, draft=draft, home=home, **settings)).engine
+    return build(load_settings(target=target, draft=draft, home=home, **settings), keeps=False).engine
 
 
 @contextmanager
-def opened(settings: Settings) -> Iterator[System]:
+def opened(settings: Settings, *, keeps: bool = True) -> Iterator[System]:
     """`build`, closed at the end whatever happens."""
-    system = build(settings)
+    system = build(settings, keeps=keeps)
     try:
         yield system
     finally:

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from moedraft.core import KeptStates, ReplayRecord, RequestStats, Sequence, StorageError
 from moedraft.cpu.threads import compute_alone
 from moedraft.learning_state import LearningKind, LearningState, paused
+from moedraft.storage.last_target import note_target
 from moedraft.storage.store import Store
 
 GATHER_SECONDS = 0.1  # how long a write waits for more requests to share its transaction
@@ -71,10 +73,11 @@ class Recorder:
     a tenth of a second share a transaction. The owner then has to call `close`.
     """
 
-    def __init__(self, store: Store, target_id: str, base_hash: str = "") -> None:
-        """base_hash: of the draft base, for the states that its drafter keeps."""
+    def __init__(self, store: Store, target_id: str, base_hash: str = "", tokenizer: Any = None) -> None:
+        """base_hash: of the draft base, for the states that its drafter keeps; tokenizer: the target's."""
         self.store = store
         self.target_id, self.base_hash = target_id, base_hash
+        self._tokenizer = tokenizer  # until the home knows whose its records are
         self.state = LEARNING  # or paused, with the reason
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # of `_box` and `_job`
@@ -155,6 +158,9 @@ class Recorder:
         self.state = LEARNING
 
     def _add_records(self, batch: list[Sequence]) -> None:
+        if self._tokenizer is not None:
+            note_target(self.store.registry, self.target_id, self._tokenizer)
+            self._tokenizer = None
         records = [replay_record(one, self.target_id) for one in batch]
         self._topk = len(records[0].topk_ids[0])
         self.store.replay.add(records, [kept_states(one, self.base_hash) for one in batch])

@@ -218,7 +218,10 @@ def never_below(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
 
 
 def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
-    """Whether a domain stood below static by more than .01 at its lowest point, poisoned traffic included."""
+    """Whether a domain was below static by more than .01: at its lowest point, or on its own requests.
+
+    Traffic that a client poisons is included, but for requests, of which some are that client's.
+    """
     verdicts: list[bool | None] = []
     sure: list[str] = []
     unsure: list[str] = []
@@ -238,9 +241,8 @@ def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
                 (sure if one["high"] < 0 else unsure).append(f"{domain} {interval(one)} {where}")
     said = [f"Below static by more than .01: {listed(sure)}."] if sure else []
     said += [f"Not sure: {listed(unsure)}."] if unsure else []
-    return Reached(
-        "none loses more than .01 while others learn", *_told(verdicts, said or ["None at any measurement."])
-    )
+    none = "None, at any measurement or on its own requests."
+    return Reached("none loses more than .01 while others learn", *_told(verdicts, said or [none]))
 
 
 def withstands(default: Mapping[str, Mapping[str, Whole]]) -> Reached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ DEFAULT = {
     **dict.fromkeys((ONE_ADAPTER, ONE_GATED), GATED),
     **dict.fromkeys(RIVALS, SERVED),
 }
+FEWEST = 5  # requests of a domain that tell anything of it
 ABOUT = (
     "## On the requests as they came\n\nThe figures above are of held-out prompts of all domains, also of "
     "those that have not come yet or come no more. These are of the requests themselves, each guessed by "
@@ -59,14 +61,14 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
 
 def lost(came: Mapping[str, Any]) -> dict[str, Whole]:
     """The domains whose own requests got less than from static, by more than the aims allow."""
-    return {domain: one for domain, one in came.get("domains", {}).items() if one["value"] < -WORST}
+    return {d: one for d, one in came.get("domains", {}).items() if one is not None and one["value"] < -WORST}
 
 
 def _by_domain(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
     """What each domain's own requests got more than from static."""
-    [still, *_] = runs.of(pattern, STATIC, runs.seeds(pattern, STATIC, name))
-    domains = sorted({*still["domains"]})
-    return {one: compared_in_json(compared(runs, pattern, STATIC, name, one)) for one in domains}
+    served = [Counter(run["domains"]) for run in runs.of(pattern, STATIC, runs.seeds(pattern, STATIC, name))]
+    enough = [one for one in sorted(served[0]) if all(counts[one] >= FEWEST for counts in served)]
+    return {one: compared_in_json(compared(runs, pattern, STATIC, name, one)) for one in enough}
 
 
 def compared(runs: Runs, pattern: str, one: str, other: str, domain: str | None = None) -> Compared | None:

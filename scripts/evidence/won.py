@@ -149,7 +149,7 @@ def _row(one: Entry, *, is_default: bool) -> list[str]:
     of = one.patterns
     each = [low for found in of.values() for low in lows.points(found).values()]
     lowest = min(each, key=lambda low: float(low["value"]), default=None)
-    own = [gain for found in of.values() for gain in found["came"].get("domains", {}).values()]
+    own = [gain for found in of.values() for gain in found["came"].get("domains", {}).values() if gain]
     least = min(own, key=lambda gain: float(gain["value"]), default=None)
     ends = [found["default_more"].get(SERVED) for found in of.values()]
     live = [found["came"].get("default_more", {}).get(SERVED) for found in of.values()]

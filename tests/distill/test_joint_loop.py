@@ -321,6 +321,25 @@ def test_a_pinned_expert_that_learns_is_not_taken_for_a_published_one(loop: Join
         loop.outcomes.clear()
 
 
+def test_what_an_expert_was_reset_from_is_written_down(loop: JointLoop) -> None:
+    """The version that served, and not a newer one that had been taken back."""
+    for parent in (0, 1, 2):
+        loop.store.adapters.publish_together([candidate("prose", parent=parent)])
+    loop.store.registry.change("prose", None)
+    assert loop.store.registry.live("prose").version == 2  # type: ignore[union-attr]
+
+    class Resets(Says):
+        def __call__(
+            self, candidates: Sequence[Candidate], on_batch: Callable[[], None] = lambda: None
+        ) -> dict[str, Verdict]:
+            return {SHARED: self.verdict, "prose": Verdict("reset")}
+
+    loop.judge = Resets(Verdict("promote", 8, 0.1))
+    loop.run_once(SHARED)
+    [entry] = loop.store.updates.recent("prose")
+    assert (entry.decision, entry.parent, entry.version) == ("reset", 2, 0)
+
+
 def test_it_says_why_updates_have_become_rare(loop: JointLoop) -> None:
     assert loop.waits() == NO_RECORDS
     assert loop.needs() == "an update takes 4 new records, and there are 0."

@@ -820,6 +820,10 @@ def test_slow_views_and_long_prompts_hold_up_no_short_prompt(tmp_path: Path) -> 
             "'messages[0].content': Input should be a valid string or Input should be a valid list.",
         ),
         ([], "'messages': List should have at least 1 item after validation, not 0."),
+        (
+            [{"role": "user", "content": [{"text": "a"}]}],
+            "'messages[0].content[0].type': Field required.",
+        ),
     ],
 )
 def test_of_a_wrong_message_the_innermost_field_is_named(
@@ -828,3 +832,16 @@ def test_of_a_wrong_message_the_innermost_field_is_named(
     body = {"model": TARGET, "messages": messages}
     error = client.post("/v1/chat/completions", json=body).json()["error"]
     assert (error["message"], error["param"]) == (message, "messages")
+    required = "missing_required_parameter"
+    assert error["code"] == (required if message.endswith("required.") else "invalid_value")
+
+
+def test_of_a_part_that_is_nearly_right_the_fault_is_named(client: httpx.Client) -> None:
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    body = {"model": TARGET, "messages": [{"role": "user", "content": [part]}]}
+    error = client.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["message"] == "The field 'cache_control' is not supported; leave it out."
+    assert error["code"] == "unsupported_parameter"
+    body = {"model": TARGET, "prompt": ["a", 3]}
+    error = client.post("/v1/completions", json=body).json()["error"]
+    assert error["message"] == "'prompt[1]': Input should be a valid string."

@@ -141,6 +141,9 @@ def test_learning_is_held_from_the_command_line(
     assert "without learning; no other process learns for its home." in shown
     assert "learning is paused" in run("learning", "pause", "--home", home).out
     assert "learning is paused" not in run("learning", "resume", "--home", home).out
+    monkeypatch.setattr(TrainerState, "data", lambda self: {"enabled": False})  # as an older server says it
+    assert run("learning", "show", "--home", home).out.strip() == "This server runs without learning."
+    monkeypatch.undo()
     nobody = run("learning", "resume", "--home", tmp_path / "other")
     assert nobody.code == 2
     assert "No server runs" in nobody.err

@@ -31,7 +31,8 @@ def test_the_trainer_in_words(learning: LearningState, held: bool, word: str, pa
 
 
 @pytest.mark.parametrize(
-    ("paused", "pid", "word"), [(False, None, "Off"), (False, 12, "Beside"), (True, 12, "Paused")]
+    ("paused", "pid", "word"),
+    [(False, None, "Off"), (True, None, "Off"), (False, 12, "Beside"), (True, 12, "Paused")],
 )
 def test_a_trainer_that_follows_the_server_in_words(paused: bool, pid: int | None, word: str) -> None:
     assert trainer_state(TrainerState(own=False, paused=paused, pid=pid)).word == word

@@ -6,8 +6,9 @@ same certainty than sending a share of the traffic to the earlier version, and s
 version that does clearly worse than the one before it is withdrawn. It is looked at again and again, so less
 certainty would withdraw one that is no worse in time (docs/experiments.md, "What the gate lets pass").
 
-Only the newest version of an adapter is looked at: an earlier one that is live was chosen by a person.
-Nothing is taken back that a person has made live or pinned.
+What is looked at is whatever version is live, also one that serves again since a newer one was taken back.
+Nothing is taken back that a person has made live or pinned; an expert that followed a shared adapter back,
+which a person chose, was not chosen itself.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _strip(view: LearningPageData) -> Markup:
     made, published = len(seen.updates.rows), f"{short(seen.published)} of them published."
     restarts = trainer.restarts if trainer.own else None
     return figures(
-        figure("updates", "Adapters taught", made, short(made), published),
+        figure("updates", "Adapters taught", seen.taught, short(seen.taught), published),
         figure(
             "seconds",
             "Time spent",

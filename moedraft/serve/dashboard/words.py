@@ -44,13 +44,14 @@ def engine_state(now: Snapshot) -> StatusText:
 
 def trainer_state(now: TrainerState) -> StatusText:
     """The trainer's state as text."""
+    if not now.own and now.pid is None:
+        text = "This server was started without learning, and no other process learns for it"
+        return StatusText("Off", "quiet", f"{text}{'; learning is paused' if now.paused else ''}.")
     if now.paused:
         return StatusText("Paused", "quiet", "Learning was paused by an administrator.")
-    if not now.own and now.pid is None:
-        text = "This server was started without learning, and no other process learns for it."
-        return StatusText("Off", "quiet", text)
     if not now.own:
-        return StatusText("Beside", "good", f"Another process (pid {now.pid}) learns for this server.")
+        pid = f" (pid {now.pid})" if now.pid else ""
+        return StatusText("Beside", "good", f"Another process{pid} learns for this server.")
     if now.pid is None:
         again = f"The trainer is not running: {now.learning.text}."
         return (

@@ -115,21 +115,26 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     Of a field with fields of its own the innermost one is named, such as `messages[0].content[0].type`.
     """
     complaints = error.errors()
-    first = complaints[0]
-    at = _path(first["loc"])
-    if first["type"] == "extra_forbidden":
-        name = shown(first["loc"][-1])
+    same = [one for one in complaints if one["loc"][1:2] == complaints[0]["loc"][1:2]]
+    inner = max(same, key=_depth)
+    if inner["type"] == "extra_forbidden":
+        name = shown(inner["loc"][-1])
         sentence = f"The field '{name}' is not supported; leave it out."
         return ApiError(400, sentence, param=name, code="unsupported_parameter")
-    if not at:
+    path = _path(inner["loc"])
+    if not path:
         return ApiError(400, "The body must be a JSON object, sent as application/json.", code="invalid_json")
-    same = [one for one in complaints if one["loc"][1:2] == first["loc"][1:2]]
-    known = [one for one in same if one["type"] != "extra_forbidden"] or same
-    inner = max((_path(one["loc"]) for one in known), key=len)
-    reasons = [shown(one["msg"]) for one in known if _path(one["loc"]) == inner]
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    place, said = shown(_dotted(inner)), " or ".join(dict.fromkeys(reasons[:3]))
-    return ApiError(400, f"'{place}': {said}.", param=shown(at[0]), code=code)
+    reasons = [shown(one["msg"]) for one in same if _path(one["loc"]) == path]
+    code = "missing_required_parameter" if inner["type"] == "missing" else "invalid_value"
+    place, said = shown(_dotted(path)), " or ".join(dict.fromkeys(reasons[:3]))
+    return ApiError(400, f"'{place}': {said}.", param=shown(path[0]), code=code)
+
+
+def _depth(complaint: Mapping[str, Any]) -> tuple[int, list[int], bool]:
+    """How far pydantic came before it complained: of types that a field may have, one was nearly right."""
+    path = _path(complaint["loc"])
+    places = [one for one in path if isinstance(one, int)]
+    return len(path), places, complaint["type"] != "extra_forbidden"
 
 
 def _path(loc: Sequence[int | str]) -> list[int | str]:
