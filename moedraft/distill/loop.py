@@ -236,8 +236,7 @@ class DistillLoop:
             if self.second_look is not None:
                 self.second_look.settled(candidates, verdicts, last_id)
             seconds = (time.monotonic() - began - self.waited) / len(candidates)
-            before = live_numbers(registry, verdicts)
-            versions = self._publish(candidates, verdicts)
+            before, versions = live_numbers(registry, verdicts), self._publish(candidates, verdicts)
             if self.beside_base is not None and SHARED in versions:
                 self.beside_base.published(last_id)
         except BaseException as error:
@@ -253,10 +252,9 @@ class DistillLoop:
             verdict = verdicts.get(name) if self.judge else None
             self._write_down(update_entry(registry, candidate, version, verdict, seconds), last_id)
             self._remember_gain(name, updates[name].gain if version else 0.0)
-        for name in [name for name in verdicts if all(name != one.expert for one in candidates)]:
-            self._write_down(
-                reset_entry(registry, name, candidates[0], verdicts[name], before[name]), last_id
-            )
+        for name in sorted(verdicts.keys() - {one.expert for one in candidates}):
+            entry = reset_entry(registry, name, candidates[0], verdicts[name], before[name])
+            self._write_down(entry, last_id)
         return updates
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:

@@ -66,7 +66,8 @@ def lost(came: Mapping[str, Any]) -> dict[str, Whole]:
 
 def _by_domain(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
     """What each domain's own requests got more than from static."""
-    served = [Counter(run["domains"]) for run in runs.of(pattern, STATIC, runs.seeds(pattern, STATIC, name))]
+    seeds = runs.seeds(pattern, STATIC, name)
+    served = [Counter[str](run["domains"]) for run in runs.of(pattern, STATIC, seeds)]
     enough = [one for one in sorted(served[0]) if all(counts[one] >= FEWEST for counts in served)]
     return {one: compared_in_json(compared(runs, pattern, STATIC, name, one)) for one in enough}
 
