@@ -208,7 +208,7 @@ class Home:
         current = MigrationContext.configure(connection).get_current_revision()
         self._refuse_newer(current)
         if current is None:
-            raise StorageError(f"The database of the home {self.path} is empty; the next writer makes it anew.")
+            raise StorageError(f"The database of the home {self.path} is empty; a write makes it anew.")
         if current != _scripts(MIGRATIONS).get_current_head():
             raise StorageError(
                 f"The home {self.path} was made by an older moedraft; "

@@ -109,9 +109,9 @@ METHOD_TEXT = """## How it was measured
   alone does. A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs
   drafts of three. On [evidence-served](evidence-served.md) all runs with a domain that the drafter was
   trained on have the present gate, and so have separate experts, shared and experts in turns, one adapter on
-  the latest window, lists for each domain (but for the first seed of the steady mix), and the fourth and
-  fifth seed of the steady mix. That of the other runs of that page, most of the default's among them, does
-  not count what kept candidates did,
+  the latest window, lists for each domain (but for the first seed of the steady mix), the fourth and
+  fifth seed of the steady mix, and all but the first seed of the orders that have two to four. That of the
+  other runs of that page, a part of the default's among them, does not count what kept candidates did,
   where it asks whether a domain is better left to the draft base, but [what live adapters do on new
   records](experiments.md#a-domain-that-the-drafter-knows), and gives such a domain adapters sooner; where
   one domain follows another, the present one had .002 less in the end with the one seed that was run anew.
