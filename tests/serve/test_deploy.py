@@ -16,6 +16,7 @@ from sqlalchemy import delete
 
 from moedraft.core import Domain, GateDecision, StorageError, UpdateRecord
 from moedraft.serve.metrics.counters import PrometheusMetrics
+from moedraft.serve.supervisor.follower import TrainerBeside
 from moedraft.storage.store import Store
 from moedraft.storage.tables import updates
 from moedraft.storage.updates import Decided
@@ -52,7 +53,7 @@ def test_decisions_are_counted_whoever_learns(store: Store) -> None:
     update("withdraw")
     worker: Any = FakeWorker()
     worker.system = SimpleNamespace(store=store)
-    metrics = PrometheusMetrics("mini", worker, None)
+    metrics = PrometheusMetrics("mini", worker, TrainerBeside(store.home.path, store.registry))
     assert counted(metrics)["withdraw"] == 0  # before this server's start
     for decision in ("withdraw", "promote", "withdraw"):
         update(decision)
@@ -75,7 +76,7 @@ def test_a_scrape_has_what_the_newest_candidate_of_each_expert_gains(store: Stor
         store.registry.add_domain(Domain(name, "", ("example",) * 2, 0.0))
     worker: Any = FakeWorker()
     worker.system = SimpleNamespace(store=store)
-    metrics = PrometheusMetrics("mini", worker, None)
+    metrics = PrometheusMetrics("mini", worker, TrainerBeside(store.home.path, store.registry))
     [found] = [one for one in metrics.registry.collect() if one.name == "moedraft_gate_gain_tokens"]
     assert {(s.labels["expert"], s.labels["bound"]): s.value for s in found.samples} == {
         ("code", "estimate"): 0.2,
