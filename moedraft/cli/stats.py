@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     *("expert", "requests", "per step", "now", "change", "guessed right", "now", "change", "replay"),
-    *("updates", "version"),
+    *("updates", "serves"),
 )
 FIGURES = ("tokens_per_step", "first_step_share")
 
