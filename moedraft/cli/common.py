@@ -213,6 +213,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def shorten(text: str, width: int = 48) -> str:
+    """The text on one line, with `…` in place of what goes beyond `width` letters."""
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[: width - 1]}…"
 

@@ -200,7 +200,7 @@ def show(
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a domain with its examples."""
+    """Show a domain with its examples: the beginning of each, or with --json all of it."""
     from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)

@@ -21,13 +21,13 @@ def note_target(registry: Registry, target_id: str, tokenizer: Any) -> None:
 
 
 def check_target(registry: Registry, target_id: str) -> None:
-    """Raises InvalidRequest where that was another target, if there was one."""
+    """Raises InvalidRequest where the target that was noted last is another one."""
     if registry.get_meta(TARGET_ID) not in (None, target_id):
         raise InvalidRequest(OTHER)
 
 
 def check_tokenizer(registry: Registry, tokenizer: Any) -> None:
-    """The same where only the tokenizer, or that of a draft model, is loaded."""
+    """As `check_target`, where no target is loaded: by a tokenizer, the target's or a draft model's."""
     ours = hash_of_tokens(tokenizer)
     if ours and registry.get_meta(VOCABULARY) not in (None, ours):
         raise InvalidRequest(OTHER)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evidence.arrangements import (
-    ARRANGEMENTS,
-    BOUNDS,
-    MAIN,
-    SERVED,
-    STATIC,
-    WIDE_RIVALS,
-)
+from evidence.arrangements import ARRANGEMENTS, BOUNDS, MAIN, SERVED, STATIC, WIDE_RIVALS
 from evidence.streams import title_of
 from evidence.words import DASH, NOT_MEASURED, difference, how_many, listed, table, waits
 

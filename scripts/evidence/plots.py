@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 
 from evidence import time_plots
-from evidence.arrangements import (
-    ARRANGEMENTS,
-    BOUNDS,
-    GATED,
-    JOINT,
-    LATEST,
-    MAIN,
-    SERVED,
-    STATIC,
-)
+from evidence.arrangements import ARRANGEMENTS, BOUNDS, GATED, JOINT, LATEST, MAIN, SERVED, STATIC
 from evidence.figures import (
     Compared,
     Runs,
