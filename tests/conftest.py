@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,16 @@ LONG = ("showcase", "kernels", "serve", "distill", "engine", "drafting", "cli", 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first, so that two workers end at about the same time."""
     items.sort(key=lambda item: LONG.index(name) if (name := item.path.parent.name) in LONG else len(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and tests stay until the end, so the garbage collector need not look through them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # bindings report what is left at the end
 
 
 @pytest.fixture(autouse=True)

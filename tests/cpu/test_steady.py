@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -293,14 +294,17 @@ def test_another_order_of_summing_is_noticed(
     assert not sums_alike(SMOLLM2, torch.float32, arranged)
 
 
+@functools.cache
+def arranged_alike(dtype: torch.dtype) -> steady.Arrangement | None:
+    """The first arrangement in which sums of SmolLM2's shape do not depend on the rows."""
+    return next((a for a in steady.ARRANGEMENTS[dtype] if sums_alike(SMOLLM2, dtype, a)), None)
+
+
 @half
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_whole_model_in_bfloat16_is_independent_where_its_sums_are(two_threads: None, fuse: bool) -> None:
     """Of SmolLM2's shape and fewer layers, random weights: long rows, prompts in one piece and in several."""
-    arranged = next(
-        (a for a in steady.ARRANGEMENTS[torch.bfloat16] if sums_alike(SMOLLM2, torch.bfloat16, a)), None
-    )
-    if arranged is None:
+    if (arranged := arranged_alike(torch.bfloat16)) is None:
         pytest.skip("on this CPU no target runs in bfloat16: its sums depend on the rows in any arrangement")
     config = LlamaConfig(**{**vars(SMOLLM2), "vocab_size": 97}, num_hidden_layers=2)
     torch.manual_seed(1)

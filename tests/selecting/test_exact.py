@@ -243,7 +243,8 @@ def test_sampled_answers_follow_the_target(
 
 
 @pytest.mark.usefixtures("often", "unseeded")
+@pytest.mark.parametrize("often", [0], indirect=True, ids=["after every round"])
 def test_an_expert_chosen_by_what_was_proposed_is_noticed() -> None:
     """Negative control: whoever peeks at the candidates changes the law of the answers."""
-    counts, _ = sampled(*of_features(Peeking), 3 * RUNS)
+    counts, _ = sampled(*of_features(Peeking), 2 * RUNS)
     assert chi2(counts, TinyLM(random_table(VOCABULARY, 1))) > 35 + 8 * (2 * 35) ** 0.5

@@ -627,11 +627,11 @@ def test_who_serves_an_expert_without_a_version_is_said(fresh: Site, visit: Visi
     registry = fresh.store.registry
     registry.add_domain(Domain("sql", "", ("sql",) * 8, 1.0))
     words = "The shared draft serves it at present"
-    page = visit(fresh, "experts?range=all&expert=sql")
+    page = visit(fresh, "experts?expert=sql")
     expect(page.get_by_text(words)).to_have_count(0)  # it never had a version
     registry.add_version(AdapterVersion("sql", 1, 0, "adapters/sql/v1", "base", None, 1.0, "live"))
     registry.rollback("sql")
-    page = visit(fresh, "experts?range=all&expert=sql")
+    page = visit(fresh, "experts?expert=sql")
     expect(page.get_by_text(words)).to_be_visible(timeout=SLOW)
     expect(page.get_by_text("or a person chose so")).to_be_visible()
 
