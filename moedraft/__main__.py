@@ -1,8 +1,20 @@
-"""`python -m moedraft`: the command line."""
+"""`moedraft` and `python -m moedraft`: the command line."""
 
 import sys
 
-from moedraft.cli import main
+
+def start() -> int:
+    """Run the process's own arguments; returns the exit code.
+
+    The libraries of the command line are loaded in here, so that an interrupt in this time shows no traceback.
+    """
+    try:
+        from moedraft.cli import main
+    except KeyboardInterrupt:
+        print("Error: interrupted before anything was done.", file=sys.stderr)
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

@@ -193,6 +193,7 @@ STANDS_ON = {
 # Imports inside functions, which hide dependencies, are for what is slow to import and often not needed.
 LATE_IMPORTS = {
     "moedraft": ("moedraft.",),
+    "moedraft.__main__": ("moedraft.cli",),
     "moedraft.cli": ("",),
     "moedraft.gguf": ("platformdirs",),
     "moedraft.kernels": ("moedraft.kernels.",),  # Triton is optional

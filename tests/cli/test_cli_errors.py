@@ -221,6 +221,16 @@ def test_a_closed_pipe_ends_quietly() -> None:
     process.stderr.close()
 
 
+def test_an_interrupt_while_libraries_load_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    ran = subprocess.run(
+        [sys.executable, "-m", "moedraft", "stats"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert ran.returncode == 130
+    assert ran.stderr == "Error: interrupted before anything was done.\n"
+
+
 def test_version_and_help_are_complete(run: Run) -> None:
     assert run("--version").out == f"moedraft {__version__}\n"
     assert run().out == run("--help").out
