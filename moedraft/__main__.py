@@ -6,7 +6,7 @@ import sys
 def start() -> int:
     """Run the process's own arguments; returns the exit code.
 
-    The libraries of the command line are loaded in here, so that an interrupt in this time shows no traceback.
+    The libraries of the command line are loaded in here, so that an interrupt meanwhile shows no traceback.
     """
     try:
         from moedraft.cli import main

@@ -120,6 +120,12 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.slots = slots
         super().__init__(layers=[SlotLayer(self.cursor, slots, capacity) for _ in range(num_layers)])
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many positions the longest row has. Attention that asks for it would place all rows there."""
+        if layer_idx:
+            raise NotImplementedError("its attention takes positions from the length of the cache")
+        return int(super().get_seq_length(layer_idx))
+
     def at(self, first: int, starts: list[int], width: int, device: torch.device) -> torch.Tensor:
         """Set the cursor for the next forward, as `cursor_at` makes it. Returns the positions."""
         vars(self.cursor).update(vars(self.cursor_at(first, starts, width, device)))

@@ -28,6 +28,7 @@ from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2, is_gguf
 from moedraft.loading.checks import (
+    has_attention_alone,
     in_one_line,
     refuse_holes,
     refuse_layouts,
@@ -276,7 +277,7 @@ def read_model(
     tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     hf, report = load_weights(where, dtype)
     refuse_holes(report, name)
-    if getattr(hf, "_is_stateful", False):
+    if getattr(hf, "_is_stateful", False) and not has_attention_alone(config):
         raise UnsupportedModel(f"{name}: {config.model_type} keeps a recurrent state, no keys and values.")
     model = LanguageModel(hf.to(device).eval().requires_grad_(False), tokenizer, name, cpu_fast_paths)
     model.folder = folder_of(where)

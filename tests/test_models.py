@@ -16,7 +16,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.cpu.products import halves, packs
 from moedraft.cpu.steady import forward as steady
 from moedraft.devices import pick_device, pick_dtype
-from moedraft.loading.checks import check_pair, refuse_layouts, self_check
+from moedraft.loading.checks import check_pair, has_attention_alone, refuse_layouts, self_check
 from moedraft.models import LanguageModel, load_model, resolve
 
 from random_models import random_model
@@ -60,6 +60,7 @@ SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
             ),
             "masks of a fixed size",
         ),
+        (transformers.FalconConfig(**SMALL, alibi=True), "ALiBi"),
         (transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=60), "how long its context"),
         (transformers.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2), "mamba"),
     ],
@@ -80,6 +81,36 @@ def test_a_model_with_other_logits_is_refused() -> None:
     model = LanguageModel(transformers.BloomForCausalLM(config).eval(), None, "bloom")
     with pytest.raises(UnsupportedModel, match="bloom"):
         self_check(model)
+
+
+def test_attention_that_takes_positions_from_the_cache_is_refused() -> None:
+    """Llama 4 scales queries by where they stand, from positions as large as nothing that a check reads."""
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        **SMALL, intermediate_size=64, intermediate_size_mlp=64, num_key_value_heads=2, head_dim=8,
+        num_local_experts=2, layer_types=["full_attention"] * 2, no_rope_layers=[0, 0], floor_scale=16,
+    )  # fmt: skip
+    refuse_layouts(config, "llama4")
+    model = LanguageModel(transformers.Llama4ForCausalLM(config).eval(), None, "llama4")
+    with pytest.raises(UnsupportedModel, match="takes positions from the length of the cache"):
+        self_check(model)
+
+
+def test_a_kind_that_may_keep_a_state_is_fine_where_all_its_layers_are_attention(tmp_path: Path) -> None:
+    save(tmp_path, ["<unk>", "a", "b"])
+    config = transformers.GraniteMoeHybridConfig(
+        **SMALL | {"vocab_size": 3}, intermediate_size=64, shared_intermediate_size=64,
+        num_key_value_heads=2, num_local_experts=0, layer_types=["attention"] * 2,
+        mamba_n_heads=8, mamba_d_head=8,
+    )  # fmt: skip
+    transformers.GraniteMoeHybridForCausalLM(config).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), "target", device="cpu").hf._is_stateful
+    mixed = transformers.GraniteMoeHybridConfig.from_dict(
+        config.to_dict() | {"layer_types": ["attention", "mamba"]}
+    )
+    assert not has_attention_alone(mixed)
+    with pytest.raises(UnsupportedModel, match="only full attention"):
+        refuse_layouts(mixed, "granite")
 
 
 def test_the_self_check_sees_wrong_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,10 @@ def refuse_layouts(config: Any, name: str) -> None:
                 f"{name}: {kind} has {rope_type} position scaling, which depends on the prompt's length; "
                 "keys in the cache would not fit."
             )
+    if getattr(text, "alibi", False):
+        raise UnsupportedModel(
+            f"{name}: {kind} has ALiBi position biases, which it makes from a mask of whole prompts."
+        )
     if kind == "gpt_neo":
         raise UnsupportedModel(f"{name}: {kind} has local attention layers, and masks of a fixed size.")
     if not getattr(text, "max_position_embeddings", None):  # as MPT, whose buffers end unannounced
@@ -85,6 +89,11 @@ def refuse_layouts(config: Any, name: str) -> None:
         raise UnsupportedModel(
             f"{name}: {kind} uses sliding-window attention ({window} tokens), unsupported."
         )
+
+
+def has_attention_alone(config: Any) -> bool:
+    """Whether a configuration says of every layer that it has full attention."""
+    return set(getattr(config.get_text_config(), "layer_types", None) or [""]) == {"full_attention"}
 
 
 def refuse_holes(report: dict[str, Any], name: str) -> None:

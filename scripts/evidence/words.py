@@ -107,15 +107,15 @@ METHOD_TEXT = """## How it was measured
   server changes the interval between updates, takes versions back that later requests show to be worse, and
   lets what an answer shows of the experts decide who drafts on (`selector = "evidence"`); here the router
   alone does. A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs
-  drafts of three. On [evidence-served](evidence-served.md) all runs with a domain that the drafter was
-  trained on have the present gate, and so have separate experts, shared and experts in turns, one adapter on
-  the latest window, lists for each domain (but for the first seed of the steady mix), the fourth and
-  fifth seed of the steady mix, and all but the first seed of the orders that have two to four. That of the
-  other runs of that page, a part of the default's among them, does not count what kept candidates did,
-  where it asks whether a domain is better left to the draft base, but [what live adapters do on new
-  records](experiments.md#a-domain-that-the-drafter-knows), and gives such a domain adapters sooner; where
-  one domain follows another, the present one had .002 less in the end with the one seed that was run anew.
-  The base of an independent draft model serves no domain alone, so in the runs of
+  drafts of three. The default and the one adapter with a gate have an older form of the gate on
+  [evidence-served](evidence-served.md) in all seeds of one domain after another and of the sharp shift, in
+  the first three of the steady mix and in the first one of the other orders, but for the one with a domain
+  that the drafter was trained on; every other run of that page that has a gate has the present form (lists
+  for each domain but for the first seed of the steady mix). The older form does not count what kept
+  candidates did, where it asks whether a domain is better left to the draft base, but [what live adapters do
+  on new records](experiments.md#a-domain-that-the-drafter-knows), and gives such a domain adapters sooner;
+  where one domain follows another, the present one had .002 less in the end with the one seed that was run
+  anew. The base of an independent draft model serves no domain alone, so in the runs of
   [evidence-mini-served](evidence-mini-served.md) the gate does not ask it. That of
   [evidence-turns](evidence-turns.md) decides alike on what is published, but throws joint candidates away
   sooner. All others were made with the forms that the gate had at their time, which publish

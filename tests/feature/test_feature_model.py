@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.feature.config import default_layers
@@ -124,6 +125,37 @@ def test_features_are_the_models_hidden_states(kind: str) -> None:
     truth = hf(input_ids=ids).logits[..., VOCABULARY]
     torch.testing.assert_close(teacher.logits(last), truth, atol=1e-4, rtol=1e-4)
     assert hooks(capture) == before
+
+
+WIDE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+SCALED = {"vocab_size": 97, "num_key_value_heads": 2, **WIDE}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GraniteConfig(**SCALED, logits_scaling=8.0),
+        transformers.CohereConfig(**SCALED, logit_scale=0.0625),
+    ],
+)
+def test_a_target_may_scale_its_logits(config: transformers.PreTrainedConfig) -> None:
+    torch.manual_seed(0)
+    hf = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    ids = torch.tensor(texts_of(2, 7))
+    teacher = Teacher(hf, (0, 1, 3), VOCABULARY)
+    truth = hf(input_ids=ids).logits[..., VOCABULARY]
+    torch.testing.assert_close(teacher.logits(teacher.read(ids)[1]), truth, atol=1e-5, rtol=1e-3)
+
+
+def test_a_target_that_bends_its_logits_is_refused() -> None:
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        **SCALED, head_dim=8, layer_types=["full_attention"] * 3, final_logit_softcapping=0.1
+    )
+    hf = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    hf.get_output_embeddings().weight.normal_(std=2.0)
+    with pytest.raises(UnsupportedModel, match="changes its logits after the output matrix"):
+        Teacher(hf, (0, 1, 3), VOCABULARY)
 
 
 def hooks(capture: FeatureCapture) -> int:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.feature import unroll as unrolling
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training import session
@@ -19,6 +20,7 @@ from moedraft.feature.training.session import collect, new_draft, read_texts
 from moedraft.feature.training.trainer import FeatureTrainer, TrainingPlan
 from moedraft.feature.unroll import Batch, loss_of
 from moedraft.loading.checks import until_end
+from moedraft.models import LanguageModel
 
 from feature_rig import VOCABULARY, draft_for, target, teacher_of, texts_of
 from tiny import NumberTokenizer
@@ -146,6 +148,19 @@ def test_what_is_kept_is_an_average_of_the_steps(tmp_path: Path) -> None:
     again.load(tmp_path / "state.safetensors")
     with again.averaged() as draft:
         assert torch.equal(draft.fc.weight, kept)
+
+
+def test_a_target_that_no_drafter_fits_is_refused_by_name(tmp_path: Path) -> None:
+    """OPT may have embeddings that are narrower than its states; nothing is written then."""
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, ffn_dim=64,
+        word_embed_proj_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    model = LanguageModel(transformers.OPTForCausalLM(config).eval(), None, "opt")
+    with pytest.raises(UnsupportedModel, match="opt: no drafter can be trained for this target"):
+        session.begin(model, (), tmp_path / "draft", 8)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_drafter_begins_with_the_targets_own_layer() -> None:

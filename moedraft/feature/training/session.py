@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for, default_layers
 from moedraft.feature.features import Teacher, decoder_layers
@@ -26,6 +26,7 @@ from moedraft.feature.training.corpus import TrainingText, answered, asked, choo
 from moedraft.feature.training.trainer import FeatureTrainer, TrainingPlan
 from moedraft.gguf import public_name
 from moedraft.kernels import Kind
+from moedraft.loading.checks import in_one_line
 from moedraft.models import LanguageModel
 
 TEXTS, STATE, ORIGIN = "texts.jsonl", "training.safetensors", "training.json"
@@ -75,8 +76,14 @@ def begin(
     with other layers, another kind of loss or with answers of another length.
     """
     layers = chosen_layers(wanted, model.num_layers)
-    draft = untrained(model, torch.arange(min(16, model.vocab_size)), layers)
-    Teacher(model.hf, layers, draft.vocabulary)
+    try:
+        draft = untrained(model, torch.arange(min(16, model.vocab_size)), layers)
+        Teacher(model.hf, layers, draft.vocabulary)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever a foreign model's configuration or code raises
+        kind, reason = model.hf.config.model_type, in_one_line(error).split(". ")[0].rstrip(".")
+        raise UnsupportedModel(f"{kind}: no drafter can be trained for this target ({reason}).") from error
     folder = work_folder(out)
     facts: dict[str, Any] = {"target": model.weights_hash(), "layers": list(layers), "loss": kind}
     facts["max_tokens"] = max_tokens
