@@ -121,7 +121,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.cursor, slots, capacity) for _ in range(num_layers)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many positions the longest row has. Attention that asks for it would place all rows there."""
+        """The last position that is read, of the longest row. Attention that asks would place all rows there.
+
+        It asks with its own index; masks and models that are given their positions ask for layer 0.
+        """
         if layer_idx:
             raise NotImplementedError("its attention takes positions from the length of the cache")
         return int(super().get_seq_length(layer_idx))

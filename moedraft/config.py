@@ -61,6 +61,7 @@ class Settings(BaseSettings):
     threads: int = Field(
         0,
         ge=0,
+        le=1024,
         description="CPU threads; 0: one for a small model, which more slow down, else PyTorch's number",
     )
     embedder: str = Field(
@@ -275,7 +276,10 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         home = init_settings().get("home") or env_settings().get("home") or user_data_path("moedraft")
-        file = TomlConfigSettingsSource(settings_cls, Path(home).expanduser() / CONFIG_FILE)
+        path = Path(home).expanduser() / CONFIG_FILE
+        if not path.is_file() and (path.exists() or path.is_symlink()):
+            raise ValueError("it is no file")
+        file = TomlConfigSettingsSource(settings_cls, path)
         named = Path(str(file.toml_data.get("home", home)))
         if named.expanduser() != Path(home).expanduser():
             raise ValueError("it lies in its home, so it cannot name another one; remove the line 'home'")
@@ -307,9 +311,11 @@ def load_settings(**overrides: Any) -> Settings:
         TypeError,
     ) as error:  # the home of an unknown user (`~nobody/…`), or a value that is no path
         raise InvalidRequest(f"setting 'home': {str(error).rstrip('.')}.") from error
-    return settings.model_copy(
-        update={name: getattr(settings, name).expanduser().resolve() for name in ("home", "cache_dir")}
-    )
+    try:
+        folders = {name: getattr(settings, name).expanduser().resolve() for name in ("home", "cache_dir")}
+    except (RuntimeError, ValueError) as error:  # an unknown user's, or a name that no folder can have
+        raise InvalidRequest(f"setting 'home' or 'cache_dir': {str(error).rstrip('.')}.") from error
+    return settings.model_copy(update=folders)
 
 
 def _place(field: str, overrides: dict[str, Any]) -> str:

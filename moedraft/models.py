@@ -277,8 +277,11 @@ def read_model(
     tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     hf, report = load_weights(where, dtype)
     refuse_holes(report, name)
-    if getattr(hf, "_is_stateful", False) and not has_attention_alone(config):
-        raise UnsupportedModel(f"{name}: {config.model_type} keeps a recurrent state, no keys and values.")
+    if getattr(hf, "_is_stateful", False):
+        if not has_attention_alone(config):
+            kind = config.model_type
+            raise UnsupportedModel(f"{name}: {kind} keeps a recurrent state, no keys and values.")
+        hf._is_stateful = False  # of this one nothing is; transformers' own speculation asks
     model = LanguageModel(hf.to(device).eval().requires_grad_(False), tokenizer, name, cpu_fast_paths)
     model.folder = folder_of(where)
     if role == "target":

@@ -104,7 +104,11 @@ def test_a_kind_that_may_keep_a_state_is_fine_where_all_its_layers_are_attention
         mamba_n_heads=8, mamba_d_head=8,
     )  # fmt: skip
     transformers.GraniteMoeHybridForCausalLM(config).save_pretrained(tmp_path)
-    assert load_model(str(tmp_path), "target", device="cpu").hf._is_stateful
+    hf = load_model(str(tmp_path), "target", device="cpu").hf
+    assert type(hf)._is_stateful
+    ids = torch.tensor([[1, 2, 1, 2, 1]])
+    plain = hf.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(plain, hf.generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2))
     mixed = transformers.GraniteMoeHybridConfig.from_dict(
         config.to_dict() | {"layer_types": ["attention", "mamba"]}
     )

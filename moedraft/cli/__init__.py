@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done, 1: a check of `doctor` or an answer failed, 2: bad input, 130: interrupted.
     """
+    if sys.stdout is None:
+        say_error("standard output is closed, so that nothing could be shown.")
+        return BAD_INPUT
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack what tables are drawn with
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(args=arguments, prog_name="moedraft", standalone_mode=False)
         sys.stdout.flush()

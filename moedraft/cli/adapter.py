@@ -89,7 +89,7 @@ def _signed(gain: float | None) -> str:
 def promote(
     ctx: typer.Context,
     name: NameArgument,
-    version: Annotated[int, typer.Argument(min=0, metavar="VERSION", help="0: untrained.")],
+    version: Annotated[int, typer.Argument(min=0, max=2**31 - 1, metavar="VERSION", help="0: untrained.")],
     home: HomeOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -25,12 +26,20 @@ def create(
     """Make a key and show it, this once. A server that runs knows it at once."""
     from moedraft.storage.keys import KeyFile
 
-    key, secret = KeyFile(settings_for(ctx, home=home).home).create(scope, name)
-    if as_json:
-        emit({"id": key.id, "key": secret, "scopes": list(key.scopes), "name": key.name})
-        return
-    say(secret)
-    note(f"Key {key.id} for {', '.join(key.scopes)}. It is stored nowhere: keep it now.")
+    keys = KeyFile(settings_for(ctx, home=home).home)
+    was_open = not keys.path.exists()
+    key, secret = keys.create(scope, name)
+    try:
+        told = {"id": key.id, "key": secret, "scopes": list(key.scopes), "name": key.name}
+        emit(told) if as_json else say(secret)
+        sys.stdout.flush()
+    except (OSError, SystemExit):  # nobody has seen it, and nobody ever will
+        keys.revoke(key.id)
+        if was_open:
+            keys.path.unlink()
+        raise
+    if not as_json:
+        note(f"Key {key.id} for {', '.join(key.scopes)}. It is stored nowhere: keep it now.")
 
 
 @app.command("list")

@@ -139,7 +139,10 @@ def given_server(server: str | None) -> Remote | None:
         usable = False
     if not usable or parts.query or parts.fragment or not server.isprintable() or not server.isascii():
         raise InvalidRequest(f"--server takes a URL such as http://127.0.0.1:8000, not {server!r}.")
-    return Remote(server.rstrip("/"), os.environ.get(KEY_VARIABLE))
+    key = (os.environ.get(KEY_VARIABLE) or "").strip()  # a file of variables may end its lines in \r
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidRequest(f"{KEY_VARIABLE} holds something that is no key.")
+    return Remote(server.rstrip("/"), key or None)
 
 
 def owner_of(settings: Settings, server: str | None) -> Remote | None:

@@ -33,6 +33,11 @@ FORMAT = 1
 UNFINISHED = ".moedraft-unfinished-"  # the beginning of a temporary folder's name
 CHUNK = 2**20  # bytes
 MEMBER = re.compile(rf"[a-z]+\.(?:db|toml|json)|{FOLDER}/[a-z0-9_-]+/v[0-9]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# What reading something else than a backup raises.
+NO_BACKUP = (
+    tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError,
+    sqlite3.DatabaseError,
+)  # fmt: skip
 VERSIONS = "SELECT domain, version FROM adapter_versions ORDER BY domain, version"
 
 
@@ -93,7 +98,7 @@ def restore_backup(
             contents = _unpacked(file, new, leave_out)
             _check_database(new / DATABASE)
             finish(new, contents)
-        except (tarfile.TarError, ValueError, KeyError, EOFError, sqlite3.DatabaseError) as error:
+        except NO_BACKUP as error:
             raise StorageError(f"{file} is no whole backup of moedraft: {error}.") from error
         for path in (*new.rglob("*"), new):
             sync(path)
@@ -144,11 +149,11 @@ def _copied_database(source: Path, copy: Path) -> list[tuple[str, int]]:
         try:
             reading.backup(writing, pages=-1)
             writing.execute("PRAGMA journal_mode = DELETE")  # the copy is one file, without a journal
+            _check_database(copy)
         except sqlite3.DatabaseError as error:
             raise StorageError(
                 f"The database of the home {source.parent} cannot be copied: {error}."
             ) from error
-    _check_database(copy)
     with closing(sqlite3.connect(copy)) as reading:
         return [(str(domain), int(version)) for domain, version in reading.execute(VERSIONS)]
 
@@ -170,7 +175,7 @@ def _copied_version(home: Path, version: tuple[str, int], copy: Path) -> bool:
         told = json.loads((copy / name / MANIFEST).read_text(encoding="utf-8"))["files"]
         if told.items() <= hashes.items():
             return True
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if getattr(error, "errno", None) in FULL:  # the copy cannot be written, whatever the version is
             raise
     shutil.rmtree(copy / name, ignore_errors=True)
@@ -211,6 +216,10 @@ def _unpacked(file: Path, folder: Path, leave_out: Collection[str]) -> dict[str,
         if contents["format"] != FORMAT:
             raise StorageError(f"{file} was made by a newer moedraft; upgrade it.")
         files = dict(contents["files"])
+        if not all(isinstance(contents[name], int | float) for name in ("made_at", "versions")):
+            raise ValueError("it does not say when it was made, or of how many versions")
+        if not isinstance(contents["missing"], list) or not isinstance(contents["note"], dict | None):
+            raise ValueError("its contents are no list")
         while (member := archive.next()) is not None:
             wanted = files.pop(member.name)
             if not MEMBER.fullmatch(member.name):

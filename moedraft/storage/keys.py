@@ -149,7 +149,7 @@ def _parsed(path: Path, text: bytes) -> list[Key]:
         if data["format"] != FORMAT:
             raise StorageError(f"The keys in {path} were made by a newer moedraft; upgrade it.")
         return [_key(row) for row in data["keys"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"The file of keys {path} is damaged; restore it, or delete it.") from error
 
 

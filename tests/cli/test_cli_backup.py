@@ -317,3 +317,34 @@ def _record() -> ReplayRecord:
         accepted=1,
         created_at=12.5,
     )
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        "[]", "1", '{"format": 1, "files": 3}', "[" * 100_000,
+        '{"format": 1, "files": {}, "made_at": 1, "versions": 0, "missing": [], "note": "x"}',
+        '{"format": 1, "files": {}, "made_at": 1, "missing": [], "note": null}',
+        '{"format": 1, "files": {}, "made_at": 1, "versions": 0, "note": null}',
+    ],
+)  # fmt: skip
+def test_what_is_no_backup_makes_no_home(run: Run, tmp_path: Path, contents: str) -> None:
+    file, new = tmp_path / "x.backup", tmp_path / "new"
+    data = contents.encode()
+    with tarfile.open(file, "w") as archive:
+        info = tarfile.TarInfo("backup.json")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    found = run("restore", file, "--home", new)
+    assert found.code == 2
+    assert "is no whole backup" in found.err
+    assert not new.exists()
+
+
+def test_an_emptied_database_is_not_backed_up(run: Run, home: Path, store: Store, tmp_path: Path) -> None:
+    store.close()
+    (home / DATABASE).write_bytes(b"")
+    found = run("backup", tmp_path / "x.backup", "--home", home)
+    assert found.code == 2
+    assert "cannot be copied" in found.err
+    assert not (tmp_path / "x.backup").exists()

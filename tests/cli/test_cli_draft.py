@@ -11,6 +11,7 @@ import pytest
 import torch
 from cli_fakes import Pair, Run, write_rows
 from safetensors.torch import load_file, save_file
+from transformers import OPTConfig, OPTForCausalLM
 
 from moedraft.cli.draft import Loss
 from moedraft.core import InvalidRequest
@@ -309,15 +310,18 @@ def test_a_training_that_does_not_tell_what_it_is_of_is_refused(
 def test_a_target_that_cannot_be_learned_from_is_refused_before_it_answers(
     run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(pair[1], tmp_path / "scaled")
-    config = json.loads((tmp_path / "scaled" / "config.json").read_text())
-    scaled = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 3.0}
-    (tmp_path / "scaled" / "config.json").write_text(json.dumps(config | scaled))
+    shutil.copytree(pair[1], tmp_path / "narrow")  # with the tokenizer
+    size = json.loads((tmp_path / "narrow" / "config.json").read_text())["vocab_size"]
+    narrow = OPTConfig(
+        vocab_size=size, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, ffn_dim=64,
+        word_embed_proj_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    OPTForCausalLM(narrow).save_pretrained(tmp_path / "narrow")
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1 2"}, {"prompt": "3 4"}])
     monkeypatch.setattr(session, "answered", lambda *_: pytest.fail("the target was asked"))
-    result = run(*TRAIN, "--prompts", prompts, "--target", tmp_path / "scaled", "--home", home)
+    result = run(*TRAIN, "--prompts", prompts, "--target", tmp_path / "narrow", "--home", home)
     assert result.code == 2
-    assert "granite: no drafter can be trained for this target" in result.err
+    assert "opt: no drafter can be trained for this target" in result.err
 
 
 def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:

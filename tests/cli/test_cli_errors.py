@@ -221,6 +221,56 @@ def test_a_closed_pipe_ends_quietly() -> None:
     process.stderr.close()
 
 
+def test_a_closed_output_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["stats"]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
+
+
+def test_a_table_can_be_shown_in_any_encoding(home: Path, store: Store) -> None:
+    del store  # the home is there
+    ran = subprocess.run(
+        [sys.executable, "-m", "moedraft", "stats", "--home", str(home)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "\\u2013" in ran.stdout
+
+
+def test_a_key_is_never_shown_in_an_error(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setenv("MOEDRAFT_API_KEY", "moedraft-SECRET\nx")
+    found = run("domain", "list", "--server", "http://127.0.0.1:9")
+    assert found.code == 2
+    assert "SECRET" not in found.err
+    assert "is no key" in found.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "word"),
+    [
+        (["generate", "hi"], {"MOEDRAFT_THREADS": "100000000"}, "threads"),
+        (["adapter", "promote", "sql", "9" * 20], {}, "VERSION"),
+        (["stats", "--watch", "--every", "inf"], {}, "--every"),
+        (["stats"], {"MOEDRAFT_CACHE_DIR": "~nobody-there/a"}, "cache_dir"),
+    ],
+)
+def test_what_is_out_of_all_bounds_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], variables: dict[str, str], word: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = run(*arguments)
+    assert found.code == 2
+    assert word in found.err
+
+
+def test_a_folder_in_place_of_the_settings_is_said(run: Run, home: Path) -> None:
+    (home / "config.toml").mkdir(parents=True)
+    found = run("stats", "--home", home)
+    assert found.code == 2
+    assert "config.toml cannot be read: it is no file" in found.err
+
+
 def test_an_interrupt_while_libraries_load_shows_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
     ran = subprocess.run(

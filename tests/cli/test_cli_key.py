@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,21 @@ def test_an_unreadable_key_file_is_read_again(home: Path, monkeypatch: pytest.Mo
     assert not ring.is_open
     monkeypatch.setattr(KeyFile, "keys", read)
     assert ring.find(secret) == key
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_key_that_could_not_be_shown_is_none(run: Run, home: Path, others: int) -> None:
+    if others:
+        assert run("key", "create", "--scope", "infer", "--home", home).code == 0
+    code = "import sys; from moedraft.cli import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", code, "key", "create", "--scope", "infer", "--home", str(home)],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("Error: ")
+    assert "moedraft-" not in ran.stderr
+    assert (home / KEYS_FILE).exists() == bool(others)  # with an empty file a server lets nobody in
+    assert len(KeyFile(home).keys()) == others

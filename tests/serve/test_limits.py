@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -352,3 +353,29 @@ def test_the_log_is_json_lines_without_messages_of_exceptions(
     assert rows[2]["status"] == 200
     assert all("timestamp" in row and "logger" in row for row in rows)
     assert "hunter2" not in str(rows)
+
+
+def test_what_libraries_quote_of_clients_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NiceGUI logs what a browser asks it to, asyncio an exception's text, and engine.io by itself."""
+    engineio = logging.getLogger("engineio.server")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(engineio, "handlers", [logging.StreamHandler(sys.stderr)])
+    levels = {name: logging.getLogger(name).level for name in ("", "engineio.server", "socketio.server")}
+    try:
+        configure()
+        for name in ("nicegui", "asyncio", "engineio.server", "socketio.server"):
+            try:
+                raise KeyError("hunter2")
+            except KeyError as error:
+                logging.getLogger(name).error("exception=%r", error, exc_info=error)
+        logging.getLogger("uvicorn.error").info('%s - "WebSocket %s" [accepted]', "::1", "/x?id=hunter2")
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    text = capsys.readouterr().err
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert "hunter2" not in text
+    assert [row.get("error") for row in rows] == ["KeyError"] * 4 + [None]
+    assert rows[-1]["event"].startswith('::1 - "WebSocket /x?…')

@@ -79,11 +79,11 @@ def begin(
     try:
         draft = untrained(model, torch.arange(min(16, model.vocab_size)), layers)
         Teacher(model.hf, layers, draft.vocabulary)
-    except UnsupportedModel:
+    except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a foreign model's configuration or code raises
-        kind, reason = model.hf.config.model_type, in_one_line(error).split(". ")[0].rstrip(".")
-        raise UnsupportedModel(f"{kind}: no drafter can be trained for this target ({reason}).") from error
+        name, reason = model.hf.config.model_type, in_one_line(error).split(". ")[0].rstrip(".")
+        raise UnsupportedModel(f"{name}: no drafter can be trained for this target ({reason}).") from error
     folder = work_folder(out)
     facts: dict[str, Any] = {"target": model.weights_hash(), "layers": list(layers), "loss": kind}
     facts["max_tokens"] = max_tokens

@@ -1,12 +1,14 @@
 """The server's log: JSON lines on stderr, or coloured text on a terminal.
 
 Prompts and answers are never logged: events name a request by its id. Of an exception only the type and the
-places in the code are logged, since its message may quote what a client sent.
+places in the code are logged, since its message may quote what a client sent; so may the texts of some
+libraries, which are left out, and the query of a URL.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import traceback
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
+# Loggers of libraries whose texts may quote what a client sent.
+QUOTING = ("asyncio", "engineio", "nicegui", "socketio")
 FRAMES = 12  # how many frames of a stack trace are logged, counted from where the error was raised
 
 
@@ -34,13 +38,16 @@ def configure(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=_shared(),
+            foreign_pre_chain=[*_shared(), without_quotes],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
+    for own in ("engineio.server", "socketio.server"):  # print by themselves where no level is set
+        logging.getLogger(own).handlers = []
+        logging.getLogger(own).setLevel(logging.ERROR)
     for noisy in ("httpx", "alembic", "sentence_transformers", "transformers", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
@@ -72,4 +79,14 @@ def without_messages(logger: WrappedLogger, method: str, event: EventDict) -> Ev
     error = trace[1] if isinstance(trace, tuple) else trace
     if isinstance(error, BaseException):
         event["error"], event["at"] = type(error).__name__, places(error)
+    return event
+
+
+def without_quotes(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Leave out what a client may have said: some libraries' texts, and the queries of URLs."""
+    name = str(event.get("logger", ""))
+    if name.partition(".")[0] in QUOTING:
+        event["event"] = "a message whose text may quote a client was left out"
+    elif name.startswith("uvicorn"):
+        event["event"] = re.sub(r"\?\S*", "?…", str(event["event"]))
     return event
