@@ -38,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_stdout()  # a command exits this way only if the reader of its output went away
         return int(leaving.code or 0)
     except Exception as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_stdout()  # what could not be written would be tried again at the exit
         return _explain(error)
     except KeyboardInterrupt:
         code = INTERRUPTED

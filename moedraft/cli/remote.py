@@ -82,18 +82,17 @@ class Remote:
         self, method: str, path: str, data: dict[str, Any] | None = None, seconds: float = SECONDS
     ) -> dict[str, Any]:
         body = None if data is None else json.dumps(data, ensure_ascii=False).encode(errors="replace")
-        request = Request(f"{self.url}{path}", body, {"accept": "application/json"}, method=method)
-        if body is not None:
-            request.add_header("content-type", "application/json")
-        if self.key:
-            request.add_header("authorization", f"Bearer {self.key}")
+        headers = {"accept": "application/json"}
+        headers |= {} if body is None else {"content-type": "application/json"}
+        headers |= {"authorization": f"Bearer {self.key}"} if self.key else {}
         try:
+            request = Request(f"{self.url}{path}", body, headers, method=method)
             with self.opener().open(request, timeout=seconds) as answer:
                 found = json.load(answer)
         except HTTPError as error:
             with error:
                 raise self._complaint(error) from error
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
             cause = error.reason if isinstance(error, URLError) else error
             size = len(body or b"")
             if size > LARGE and isinstance(cause, BrokenPipeError | ConnectionResetError):
@@ -164,7 +163,7 @@ def _running(home: Path) -> Remote | None:
         os.kill(int(data["pid"]), 0)
     except PermissionError:
         return None  # the process belongs to another user
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return remote if remote.answers() else None
 

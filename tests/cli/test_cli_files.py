@@ -36,6 +36,7 @@ def test_examples_may_carry_more_than_the_prompt(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "too deeply nested"),
+        ('{"prompt": ' + "9" * 5_000 + "}", "a number is too long"),
         ('"text"', "expected an object"),
         ("{}", "'prompt' is missing"),
         ('{"prompt": 3}', "must be a string, not 3"),

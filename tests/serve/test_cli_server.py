@@ -200,8 +200,11 @@ def test_nobody_there(run: Run, home: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ['{"url": "http://127.0.0.1:9", "pid": 1, "key": "a"}', "{", "[]", '{"url": 1}', '{"pid": -9e99}'],
-)
+    [
+        '{"url": "http://127.0.0.1:9", "pid": 1, "key": "a"}', '{"url": "junk", "pid": 1, "key": "a"}',
+        "{", "[]", '{"url": 1}', '{"pid": -9e99}', "[" * 100_000,
+    ],
+)  # fmt: skip
 def test_a_file_left_behind_is_no_server(run: Run, home: Path, law: Path, content: str) -> None:
     home.mkdir()
     (home / SERVER_FILE).write_text(content)
