@@ -49,10 +49,8 @@ def list_(ctx: typer.Context, home: HomeOption = None, as_json: JsonOption = Fal
 
     keys = KeyFile(settings_for(ctx, home=home).home).keys()
     if as_json:
-        rows = [
-            {"id": k.id, "scopes": list(k.scopes), "name": k.name, "created_at": k.created_at} for k in keys
-        ]
-        emit({"keys": rows})
+        fields = ("id", "scopes", "name", "created_at")
+        emit({"keys": [{field: getattr(key, field) for field in fields} for key in keys]})
         return
     shown = [(key.id, ", ".join(key.scopes), key.name, moment(key.created_at)) for key in keys]
     print_table("Keys", ["id", "scopes", "name", "created"], shown)
