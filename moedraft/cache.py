@@ -121,9 +121,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.cursor, slots, capacity) for _ in range(num_layers)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The last position that is read, of the longest row. Attention that asks would place all rows there.
+        """The largest position of the tokens that are read. Raises NotImplementedError for a later layer.
 
-        It asks with its own index; masks and models that are given their positions ask for layer 0.
+        Models and masks ask for layer 0. Attention that asks for its own layer would take the answer for the
+        position of every row, though each slot has another one.
         """
         if layer_idx:
             raise NotImplementedError("its attention takes positions from the length of the cache")

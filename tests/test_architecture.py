@@ -22,7 +22,7 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 # The most files and lines that a room may have; a room is a folder, or a folder in a folder. The bounds leave
 # a little room to grow. Before you raise one, see whether the room has become two.
 ROOMS = {
-    "cli": (23, 3425),
+    "cli": (23, 3410),
     "cpu": (10, 1150),
     "cpu/steady": (7, 950),
     "distill": (16, 1830),
@@ -67,7 +67,7 @@ ROOMS = {
     "showcase": (9, 1060),
     "showcase/findings": (5, 600),
     "showcase/serving": (3, 200),
-    "storage": (13, 2012),
+    "storage": (13, 2010),
     "storage/records": (6, 685),
     "storage/retention": (4, 290),
     "storage/versions": (5, 725),

@@ -67,8 +67,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and no
 
 err = Console(stderr=True, highlight=False)
 
-# -- settings ------------------------------------------------------------------------------------
-
 
 def remember(ctx: typer.Context, **options: object) -> None:
     """Remember the options that were given before the name of the subcommand."""
@@ -83,15 +81,11 @@ def settings_for(ctx: typer.Context, **options: object) -> Settings:
     return load_settings(**{**(ctx.obj or {}), **given})
 
 
-# -- the home ------------------------------------------------------------------------------------
-
-
 def is_missing(settings: Settings) -> bool:
     """Whether there is no home yet. A file at its path does not count as missing; opening it is an error."""
     from moedraft.storage.db import DATABASE
 
-    home = settings.home
-    return not home.exists() or (home.is_dir() and not (home / DATABASE).exists())
+    return not settings.home.exists() or (settings.home.is_dir() and not (settings.home / DATABASE).exists())
 
 
 @contextmanager
@@ -146,9 +140,6 @@ def find_domain(store: Store | None, name: str) -> Domain:
             f"There is no domain named '{name}'; `moedraft domain list` shows those there are."
         )
     return store.registry.domain(name)
-
-
-# -- output --------------------------------------------------------------------------------------
 
 
 def say_error(sentence: str) -> None:

@@ -34,8 +34,7 @@ TRAINED = "draft-base"  # folder of the home in which a target's own drafter is 
 LONGEST = 256  # tokens of a prompt with its answer that are read
 Loss = Literal["fkl", "rkl", "jsd", "tvd"]  # those of moedraft.kernels, which takes long to import
 PromptFiles = Annotated[
-    list[Path],
-    typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
+    list[Path], typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.')
 ]
 
 

@@ -135,8 +135,7 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except UnicodeDecodeError as error:
             raise InvalidRequest(f"{where}: not UTF-8 ({error.reason} at byte {error.start}).") from error
         except (ValueError, RecursionError) as error:
-            deep = "too deeply nested" if isinstance(error, RecursionError) else "a number is too long"
-            reason = getattr(error, "msg", deep)
+            reason = getattr(error, "msg", "too deeply nested, or a number is too long")
             raise InvalidRequest(f"{where}: not valid JSON ({reason}).") from error
         if not isinstance(row, dict):
             raise InvalidRequest(f'{where}: expected an object such as {{"prompt": "…"}}.')

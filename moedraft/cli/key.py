@@ -35,8 +35,8 @@ def create(
         sys.stdout.flush()
     except (OSError, SystemExit):  # nobody has seen it, and nobody ever will
         keys.revoke(key.id)
-        if was_open:
-            keys.path.unlink()
+        if was_open and not keys.keys():
+            keys.path.unlink()  # without keys it would let nobody in
         raise
     if not as_json:
         note(f"Key {key.id} for {', '.join(key.scopes)}. It is stored nowhere: keep it now.")
@@ -49,8 +49,7 @@ def list_(ctx: typer.Context, home: HomeOption = None, as_json: JsonOption = Fal
 
     keys = KeyFile(settings_for(ctx, home=home).home).keys()
     if as_json:
-        fields = ("id", "scopes", "name", "created_at")
-        emit({"keys": [{field: getattr(key, field) for field in fields} for key in keys]})
+        emit({"keys": [{f: getattr(k, f) for f in ("id", "scopes", "name", "created_at")} for k in keys]})
         return
     shown = [(key.id, ", ".join(key.scopes), key.name, moment(key.created_at)) for key in keys]
     print_table("Keys", ["id", "scopes", "name", "created"], shown)

@@ -82,8 +82,7 @@ class Remote:
         self, method: str, path: str, data: dict[str, Any] | None = None, seconds: float = SECONDS
     ) -> dict[str, Any]:
         body = None if data is None else json.dumps(data, ensure_ascii=False).encode(errors="replace")
-        headers = {"accept": "application/json"}
-        headers |= {} if body is None else {"content-type": "application/json"}
+        headers = {"accept": "application/json"} | ({"content-type": "application/json"} if body else {})
         headers |= {"authorization": f"Bearer {self.key}"} if self.key else {}
         try:
             request = Request(f"{self.url}{path}", body, headers, method=method)

@@ -35,12 +35,10 @@ NOTHING: dict[str, Any] = {"looked_at": 0, "unknown_share": None, "capture": Tru
 def suggest(
     ctx: typer.Context,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write the prompts of each group into a file there."),
+        Path | None, typer.Option(metavar="FOLDER", help="Write the prompts of each group into a file there.")
     ] = None,
     trial: Annotated[
-        bool,
-        typer.Option("--trial", help="Fit an expert to each group for a while, and tell its gain."),
+        bool, typer.Option("--trial", help="Fit an expert to each group for a while, and tell its gain.")
     ] = False,
     home: HomeOption = None,
     server: ServerOption = None,

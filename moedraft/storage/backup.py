@@ -33,8 +33,7 @@ FORMAT = 1
 UNFINISHED = ".moedraft-unfinished-"  # the beginning of a temporary folder's name
 CHUNK = 2**20  # bytes
 MEMBER = re.compile(rf"[a-z]+\.(?:db|toml|json)|{FOLDER}/[a-z0-9_-]+/v[0-9]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# What reading something else than a backup raises.
-NO_BACKUP = (
+NO_BACKUP = (  # what reading something else than a backup raises
     tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError,
     sqlite3.DatabaseError,
 )  # fmt: skip
@@ -219,7 +218,7 @@ def _unpacked(file: Path, folder: Path, leave_out: Collection[str]) -> dict[str,
         if not all(isinstance(contents[name], int | float) for name in ("made_at", "versions")):
             raise ValueError("it does not say when it was made, or of how many versions")
         if not isinstance(contents["missing"], list) or not isinstance(contents["note"], dict | None):
-            raise ValueError("its contents are no list")
+            raise ValueError("it does not say what is missing of it")
         while (member := archive.next()) is not None:
             wanted = files.pop(member.name)
             if not MEMBER.fullmatch(member.name):
