@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
 from platformdirs import user_cache_path, user_data_path
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
-    TomlConfigSettingsSource,
 )
 
 from moedraft.core import KEY_VARIABLE, InvalidRequest, StorageError
 
 CONFIG_FILE = "config.toml"
 PREFIX = "MOEDRAFT_"
+SHOWN = 80  # how many letters of a name that is no setting an error message repeats
 
 # where prompts would be shown
 NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
@@ -238,9 +241,7 @@ class Settings(BaseSettings):
     request_timeout: float = Field(600, gt=0, description="seconds for a whole answer, waiting included")
     shutdown_timeout: float = Field(30, ge=0, description="seconds that running answers get at SIGTERM")
     stall_seconds: float = Field(30, gt=0, description="seconds that a step may take until `/ready` says no")
-    trainer_timeout: float = Field(
-        120, gt=0, description="seconds of silence after which the trainer is killed"
-    )
+    trainer_timeout: float = Field(120, gt=0, description="seconds of silence until the trainer is killed")
     train_idle_share: float = Field(
         0.5, ge=0, le=1, description="train while the engine is idle for this share of the time; 0: always"
     )
@@ -266,6 +267,17 @@ class Settings(BaseSettings):
         """The most bytes of features that are kept with the records; 0: none are."""
         return self.kept_features_mb * 2**20 if self.features == "keep" else 0
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_given(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what would be taken for something else: `true` for 1, an empty home for this folder."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind is not bool:
+            raise PydanticCustomError("truth", "Input should not be true or false")
+        if kind is Path and not str(value).strip():
+            raise PydanticCustomError("folder", "Input should name a folder, but is empty")
+        return value
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -276,46 +288,50 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         home = init_settings().get("home") or env_settings().get("home") or user_data_path("moedraft")
-        path = Path(home).expanduser() / CONFIG_FILE
-        if not path.is_file() and (path.exists() or path.is_symlink()):
-            raise ValueError("it is no file")
-        file = TomlConfigSettingsSource(settings_cls, path)
-        named = Path(str(file.toml_data.get("home", home)))
-        if named.expanduser() != Path(home).expanduser():
+        given = _read_file(Path(home).expanduser() / CONFIG_FILE)
+        if Path(str(given.get("home", home))).expanduser() != Path(home).expanduser():
             raise ValueError("it lies in its home, so it cannot name another one; remove the line 'home'")
-        return init_settings, env_settings, file
+        return init_settings, env_settings, InitSettingsSource(settings_cls, given)
 
 
 def load_settings(**overrides: Any) -> Settings:
     """Read all sources; an override of None counts as not given. Raises InvalidRequest with one sentence."""
     known = {KEY_VARIABLE, *(f"{PREFIX}{name}".upper() for name in Settings.model_fields)}
-    if unknown := [
-        name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known
-    ]:
+    if unknown := [one for one in os.environ if one.upper().startswith(PREFIX) and one.upper() not in known]:
         raise InvalidRequest(f"the environment's {unknown[0]} is no setting.")
     try:
         settings = Settings(**{k: v for k, v in overrides.items() if v is not None})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "settings"
-        raise InvalidRequest(f"setting {field!r}{_place(field, overrides)}: {first['msg']}.") from error
+        named = f"setting {field[:SHOWN]!r}{_place(field, overrides)}"
+        raise InvalidRequest(f"{named}: {first['msg']}.") from error
     except SettingsError as error:
         variable = PREFIX + "".join(re.findall(r'field "(\w+)"', str(error))).upper()
-        raise InvalidRequest(
-            f'the environment\'s {variable} must be JSON, such as \'["a", "b"]\'.'
-        ) from error
+        sentence = f'the environment\'s {variable} must be JSON, such as \'["a", "b"]\'.'
+        raise InvalidRequest(sentence) from error
     except ValueError as error:
         raise InvalidRequest(f"{CONFIG_FILE} cannot be read: {error}.") from error
-    except (
-        RuntimeError,
-        TypeError,
-    ) as error:  # the home of an unknown user (`~nobody/…`), or a value that is no path
+    except (RuntimeError, TypeError) as error:  # an unknown user's home (`~nobody/…`), or no path at all
         raise InvalidRequest(f"setting 'home': {str(error).rstrip('.')}.") from error
     try:
         folders = {name: getattr(settings, name).expanduser().resolve() for name in ("home", "cache_dir")}
     except (RuntimeError, ValueError) as error:  # an unknown user's, or a name that no folder can have
         raise InvalidRequest(f"setting 'home' or 'cache_dir': {str(error).rstrip('.')}.") from error
     return settings.model_copy(update=folders)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The settings of a file; of one that is not there, none. Raises ValueError."""
+    if not (path.exists() or path.is_symlink()):
+        return {}
+    if not path.is_file():
+        raise ValueError("it is no file")
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return {name.lower(): value for name, value in found.items()}
+    except RecursionError as error:
+        raise ValueError("it is too deeply nested") from error
 
 
 def _place(field: str, overrides: dict[str, Any]) -> str:

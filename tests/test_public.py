@@ -59,12 +59,27 @@ def test_arguments_win_over_environment_and_file(tmp_path: Path, monkeypatch: py
         ("max_batch_size = 0\n", "'max_batch_size' .in config.toml.: "),
         ("= broken", "config.toml"),
         ('home = "/tmp"\n', "config.toml cannot be read: it lies in its home"),
+        ('HOME = "/tmp"\n', "config.toml cannot be read: it lies in its home"),
+        ("max_batch_size = true\n", "'max_batch_size' .in config.toml.: Input should not be true or false"),
+        (f"{'a' * 500} = 1\n", f"setting '{'a' * 80}' .in config.toml.: "),
+        (f"a = {'[' * 5000}{']' * 5000}\n", "config.toml cannot be read: it is too deeply nested"),
     ],
 )
 def test_a_wrong_settings_file_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(InvalidRequest, match=word):
         load_settings(home=tmp_path)
+
+
+def test_a_settings_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("max_batch_size = 3\n", encoding="utf-8-sig")
+    assert load_settings(home=tmp_path).max_batch_size == 3
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_home_without_a_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="'home': Input should name a folder, but is empty"):
+        load_settings(home=name)
 
 
 def test_unknown_settings_are_errors() -> None:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 # turn the direction of writing. Texts of requests and files may hold them.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 PANEL = "Where and with what"
-HomeOption = Annotated[
-    Path | None,
+HomeOption = Annotated[  # a text, since `Path("")` is the folder one stands in
+    str | None,
     typer.Option("--home", metavar="DIR", rich_help_panel=PANEL, help="State folder, or MOEDRAFT_HOME."),
 ]
 TargetOption = Annotated[

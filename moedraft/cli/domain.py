@@ -125,10 +125,7 @@ def _register_warm(
                 warm = warm_start(system, loop, domain, count, chat=chat, on_progress=advance)
                 return summary(domain), warm
         except MoedraftError as error:
-            reason = str(error)
-            raise type(error)(
-                f"Domain {name!r} is registered, but its warm start failed: {reason}"
-            ) from error
+            raise type(error)(f"Domain {name!r} is registered, but its warm start failed: {error}") from error
         except KeyboardInterrupt:
             note(f"Domain {name!r} is registered, but its warm start was interrupted.")
             raise

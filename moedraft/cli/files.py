@@ -12,6 +12,7 @@ from typing import Any
 from moedraft.core import InvalidRequest
 
 STDIN = Path("-")
+MOST = 2**28  # bytes that a file may hold
 PROMPT_KEYS = {"prompt", "domain", "max_tokens"}
 # keys that are allowed but not used
 ABOUT_KEYS = {"id", "lang", "license", "origin", "reference", "source", "true_domain"}
@@ -117,16 +118,23 @@ def _title(path: Path) -> str:
     return "standard input" if path == STDIN else str(path)
 
 
-def _read_stdin() -> bytes:
-    if sys.stdin is None or sys.stdin.closed:
+def _read(path: Path) -> bytes:
+    """A whole file, or standard input; one without an end, such as `/dev/zero`, is refused at MOST bytes."""
+    if path == STDIN and (sys.stdin is None or sys.stdin.closed):
         raise InvalidRequest("standard input is closed; give a file, or pipe the rows in.")
-    return sys.stdin.buffer.read()
+    if path == STDIN:
+        content = sys.stdin.buffer.read(MOST + 1)
+    else:
+        with path.open("rb") as file:
+            content = file.read(MOST + 1)
+    if len(content) > MOST:
+        raise InvalidRequest(f"{_title(path)} holds more than {MOST // 2**20} MB.")
+    return content
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each line that is not blank: its file and line number as text, and its object."""
-    content = _read_stdin() if path == STDIN else path.read_bytes()
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for number, line in enumerate(_read(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         where = f"{_title(path)}, line {number}"
         if not line.strip():
             continue

@@ -110,11 +110,8 @@ def _rows(prompts: list[str], file: Path | None) -> list[PromptRow]:
         raise InvalidRequest("Give either prompts or --prompts-file.")
     if file is not None:
         return read_prompts(file)
-    several = len(prompts) > 1
-    rows = [
-        PromptRow(prompt, where=f"prompt {number}" if several else "")
-        for number, prompt in enumerate(prompts, 1)
-    ]
+    where = "prompt {}" if len(prompts) > 1 else ""
+    rows = [PromptRow(prompt, where=where.format(number)) for number, prompt in enumerate(prompts, 1)]
     for row in rows:
         check_prompt(row.prompt, row.where or "the prompt")
     return rows

@@ -42,9 +42,7 @@ def resume(
 def _server(ctx: typer.Context, home: Any, server: str | None) -> Remote:
     remote = owner_of(settings_for(ctx, home=home), server)
     if remote is None:
-        raise InvalidRequest(
-            "No server runs on this home; without one, learning happens in `moedraft distill` only."
-        )
+        raise InvalidRequest("No server runs on this home; without one, only `moedraft distill` learns.")
     return remote
 
 

@@ -87,7 +87,7 @@ class Remote:
         try:
             request = Request(f"{self.url}{path}", body, headers, method=method)
             with self.opener().open(request, timeout=seconds) as answer:
-                found = json.load(answer)
+                found, ours = json.load(answer), answer.headers.get("x-application") == "moedraft"
         except HTTPError as error:
             with error:
                 raise self._complaint(error) from error
@@ -107,7 +107,7 @@ class Remote:
             raise Unreachable(f"No moedraft server answers at {self.url}: {cause}.") from (
                 cause if isinstance(cause, BaseException) else error
             )
-        if not isinstance(found, dict):
+        if not (ours and isinstance(found, dict)):
             raise Unreachable(f"What answers at {self.url} is no moedraft server.")
         return found
 

@@ -56,7 +56,8 @@ def export_adapter(store: Store, name: str, out: Path, *, expert_only: bool = Fa
 def combine(adapters: Sequence[LoadedAdapter]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """One PEFT adapter that does what all of `adapters` do together, over the last one's vocabulary.
 
-    Raises InvalidRequest where it is not known to which tokens the output rows of one of them belong.
+    Raises InvalidRequest where it is not known to which tokens the output rows of one of them belong, or
+    where they hold nothing.
     """
     held: dict[str, list[Delta]] = {}
     for adapter in adapters:
@@ -67,6 +68,8 @@ def combine(adapters: Sequence[LoadedAdapter]) -> tuple[LoraConfig, dict[str, to
         module: (torch.cat([a for a, _ in deltas]), torch.cat([b for _, b in deltas], dim=1))
         for module, deltas in sorted(held.items())
     }
+    if not merged:
+        raise InvalidRequest("the adapter holds no LoRA matrices; there is nothing to export.")
     tensors = {}
     for module, (a, b) in merged.items():
         tensors[PREFIX + module + LORA_A], tensors[PREFIX + module + LORA_B] = a.contiguous(), b.contiguous()

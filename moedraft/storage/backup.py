@@ -166,13 +166,13 @@ def _check_database(path: Path) -> None:
 
 
 def _copied_version(home: Path, version: tuple[str, int], copy: Path) -> bool:
-    """Copy the files of an adapter. False: it is missing or damaged; a server does not load it either."""
+    """Copy the files of an adapter. False: it is missing, damaged or another's; no server loads it."""
     name = f"{FOLDER}/{version[0]}/v{version[1]}"
     try:
-        found = [path for path in (home / name).iterdir() if path.is_file()]
+        found = [path for path in (home / name).iterdir() if path.is_file() and not path.is_symlink()]
         hashes = {path.name: _copy(path, copy / name / path.name) for path in found}
-        told = json.loads((copy / name / MANIFEST).read_text(encoding="utf-8"))["files"]
-        if told.items() <= hashes.items():
+        told = json.loads((copy / name / MANIFEST).read_text(encoding="utf-8"))
+        if told["files"].items() <= hashes.items() and (told["domain"], told["version"]) == version:
             return True
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if getattr(error, "errno", None) in FULL:  # the copy cannot be written, whatever the version is

@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from moedraft.storage.db import DATABASE
 from moedraft.storage.keys import KEYS_FILE, KeyFile
 from moedraft.storage.store import Store
 from moedraft.storage.versions.adapter_files import MANIFEST
+from moedraft.storage.versions.candidate import WEIGHTS
 
 
 def publish(store: Store, value: float) -> int:
@@ -135,6 +137,22 @@ def test_a_version_that_is_not_whole_is_left_out_by_name(
     (store.adapters.folder(SHARED, 1) / MANIFEST).unlink()
     made = run("backup", tmp_path / "file", "--home", home, "--json").data
     assert (made["versions"], made["missing"]) == (1, [[SHARED, 1]])
+
+
+def test_a_version_whose_folder_holds_another_one_is_left_out_by_name(
+    run: Run, home: Path, store: Store, tmp_path: Path
+) -> None:
+    """Its files and its manifest agree, but they are those of another version, or lie somewhere else."""
+    for value in (1.0, 2.0, 3.0):
+        publish(store, value)
+    first, second, third = (store.adapters.folder(SHARED, number) for number in (1, 2, 3))
+    shutil.rmtree(first)
+    shutil.copytree(third, first)
+    weights = second / WEIGHTS
+    weights.rename(tmp_path / WEIGHTS)
+    weights.symlink_to(tmp_path / WEIGHTS)
+    made = run("backup", tmp_path / "file", "--home", home, "--json").data
+    assert (made["versions"], made["missing"]) == (1, [[SHARED, 1], [SHARED, 2]])
 
 
 def test_settings_that_change_meanwhile_are_whole(

@@ -15,11 +15,12 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from moedraft.core import SHARED, Domain, InvalidRequest
-from moedraft.distill.export import export_adapter
+from moedraft.distill.export import combine, export_adapter
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.experts.modules import adaptable
 from moedraft.models import LanguageModel, load_model
 from moedraft.storage.store import Store
+from moedraft.storage.versions.adapters import LoadedAdapter
 
 from random_models import random_model
 
@@ -129,6 +130,11 @@ def test_an_expert_exports_without_shared_adapter(tmp_path: Path) -> None:
         store.registry.rollback(EXPERT)
         with pytest.raises(InvalidRequest, match=r"No version of .* is live; `moedraft adapter promote`"):
             export_adapter(store, EXPERT, tmp_path / "other")
+
+
+def test_an_adapter_without_matrices_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="holds no LoRA matrices"):
+        combine([LoadedAdapter({}, {"other": torch.zeros(2)}, {})])
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,15 @@ def test_standard_input_is_named_in_complaints(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(GOOD.encode() + b"{")))
     with pytest.raises(InvalidRequest, match="standard input, line 2"):
         read_prompts(STDIN)
+
+
+def test_a_file_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.cli.files.MOST", 2**20)
+    with pytest.raises(InvalidRequest, match=r"/dev/zero holds more than 1 MB\."):
+        read_prompts(Path("/dev/zero"))
+    row = json.dumps({"prompt": "a" * (2**20 - 14)})
+    assert len(row) == 2**20
+    assert len(read_prompts(file(tmp_path, row))) == 1
 
 
 def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:

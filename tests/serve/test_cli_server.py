@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,34 @@ def test_a_key_is_not_carried_to_where_a_redirect_points(run: Run, home: Path) -
     assert result.code == 2
     assert "is no moedraft server" in result.err
     assert len(seen) == 1
+
+
+REMOTE = """
+domain list; domain list --overlap; domain show law; domain remove law; domain suggest; adapter list;
+adapter promote law 1; adapter rollback law; adapter pin law; learning show; replay show; replay purge --all
+"""
+
+
+@pytest.mark.parametrize("command", [one.strip() for one in REMOTE.split(";")])
+def test_another_service_is_not_taken_for_a_server(run: Run, home: Path, command: str) -> None:
+    """It answers everything with 200 and a JSON object, and yet nothing was done."""
+
+    class Other(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ok"}')
+
+    for method in ("GET", "POST", "DELETE"):
+        setattr(Other, f"do_{method}", Other.answer)
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        result = run(*command.split(), "--home", home, "--server", url)
+        other.shutdown()
+    assert (result.code, result.out) == (2, "")
+    assert f"Error: What answers at {url} is no moedraft server." in result.err
 
 
 # -- replay on its own ---------------------------------------------------------------------------

@@ -94,6 +94,13 @@ def test_a_fault_of_ours_tells_nothing(client: httpx.Client, caplog: pytest.LogC
     assert "/somewhere" not in stored.text
 
 
+def test_probes_may_ask_for_the_head_alone(client: httpx.Client) -> None:
+    for path in ("/health", "/ready"):
+        head = client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == client.get(path).headers["content-length"]
+
+
 def test_every_response_has_an_id(client: httpx.Client) -> None:
     first, second = (client.get(path).headers["x-request-id"] for path in ("/health", "/nothing"))
     assert first != second

@@ -20,6 +20,7 @@ from moedraft.serve.http.log import get_logger, log_failure
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADERS = {
+    "x-application": "moedraft",  # by which the command line knows the server
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     # with "no-referrer", browsers send "null" as the origin of our own forms
@@ -92,9 +93,5 @@ class _Cut(Exception):
 
 def _request_id(scope: Scope) -> str:
     """The id that the client sent if it is safe to repeat, else a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            given = value.decode("latin-1")
-            if REQUEST_ID.fullmatch(given):
-                return str(given)
-    return f"req-{uuid.uuid4().hex}"
+    given = str(dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1"))
+    return given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

@@ -29,12 +29,14 @@ class Version(Card):
     target: str
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Health:
     """The process lives."""
     return Health()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness}})
 async def ready(request: Request) -> Response:
     """The engine takes requests and makes progress; 503 where it does not. Merely busy is ready."""
