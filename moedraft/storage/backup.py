@@ -112,7 +112,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
 
     Those that killed processes have left there are removed too: nobody holds their lock any more.
     """
-    parent = path.absolute().parent
+    parent = path.absolute().parent.resolve(strict=True)  # else a temporary name would be in the error
     for left in parent.glob(f"{UNFINISHED}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left)

@@ -154,7 +154,7 @@ def _parsed(path: Path, text: bytes) -> list[Key]:
 
 
 def _key(row: dict[str, Any]) -> Key:
-    if not all(isinstance(row[field], str) for field in ("id", "digest", "name")):
+    if {type(row[one]) for one in ("id", "digest", "name")} != {str} or not 0 <= row["created_at"] < 2**40:
         raise ValueError
     scopes = tuple(cast(Scope, scope) for scope in row["scopes"] if scope in SCOPES)
     return Key(row["id"], row["digest"], scopes, row["name"], float(row["created_at"]))

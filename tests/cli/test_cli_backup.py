@@ -129,6 +129,13 @@ def test_a_restored_home_is_closed_before_it_has_its_name(
     assert seen == [True]
 
 
+def test_a_backup_into_no_folder_names_that_folder(
+    run: Run, home: Path, store: Store, tmp_path: Path
+) -> None:
+    done = run("backup", tmp_path / "nowhere" / "file", "--home", home)
+    assert (done.code, done.err) == (2, f"Error: {tmp_path / 'nowhere'}: No such file or directory.\n")
+
+
 def test_a_version_that_is_not_whole_is_left_out_by_name(
     run: Run, home: Path, store: Store, tmp_path: Path
 ) -> None:

@@ -220,8 +220,9 @@ def test_changes_count_at_once_and_the_last_revoked_key_leaves_nothing_open(
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "{", "[]", '{"format": 2, "keys": []}', '{"format": 1, "keys": [{"id": 1}]}', '{"format": 1}'],
-)
+    ["", "{", "[]", '{"format": 2, "keys": []}', '{"format": 1, "keys": [{"id": 1}]}', '{"format": 1}',
+     '{"format": 1, "keys": [{"id": "a", "digest": "b", "name": "", "scopes": [], "created_at": 1e300}]}'],
+)  # fmt: skip
 def test_a_damaged_file_of_keys_closes_the_server(app: FastAPI, keys: KeyFile, damage: str) -> None:
     secret = keys.create(["infer"])[1]
     keys.path.write_text(damage)
